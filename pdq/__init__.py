@@ -1,0 +1,1 @@
+"""pdq: prefill/decode-separated LLM inference over Redis."""

@@ -1,0 +1,217 @@
+"""Every setting of pdq in one place: keyword = `PDQ_*` variable = command-line option, checked once.
+
+A settings class is a frozen dataclass whose fields carry their help text; the command line is built from them
+(cli.py), `load()` fills one from the environment and keyword overrides. Precedence: keyword or option, variable,
+default. An unknown `PDQ_*` variable is an error: a typing mistake must not become a default.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pdq.errors import ConfigError
+
+T = TypeVar("T")
+ENV_PREFIX = "PDQ_"
+
+
+def setting(
+    default: T, text: str, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
+) -> T:
+    """A dataclass field with its help text and its limits (both inclusive)."""
+    meta = {"help": text, "low": low, "high": high, "choices": choices}
+    found: T = field(default=default, metadata=meta)
+    return found
+
+
+def env_name(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base: typed fields, checked on construction."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f.name, hints[f.name], getattr(self, f.name), f.metadata))
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """From `environ` (default: the process's), `overrides` on top (None: not given). Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        unknown = sorted(k for k in environ if k.startswith(ENV_PREFIX) and k not in known_variables())
+        if unknown:
+            raise ConfigError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known_variables()))}")
+        names = {f.name for f in fields(cls)}
+        if wrong := sorted(set(overrides) - names):
+            raise ConfigError(f"unknown setting {wrong[0]}")
+        values: dict[str, Any] = {n: environ[env_name(n)] for n in names if environ.get(env_name(n), "") != ""}
+        values |= {k: v for k, v in overrides.items() if v is not None}
+        return cls(**values)
+
+    def environ(self) -> dict[str, str]:
+        """These settings as variables, for a child process; unset ones are left out."""
+        return {
+            env_name(f.name): str(v)
+            for f in fields(self)
+            if (v := getattr(self, f.name)) is not None and v != f.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisSettings(Settings):
+    """Where the pool lives."""
+
+    redis_url: str = setting("redis://127.0.0.1:6379/0", "Redis or Valkey for queues, requests and replies.")
+    kv_url: str | None = setting(None, "Redis or Valkey for KV blocks; default: the same as --redis-url.")
+    pool: str = setting("default", "Name of the pool: all processes that serve one model on one Redis.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pool or not self.pool.isascii() or not self.pool.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"pool: only letters, digits, - and _ are allowed, got {self.pool!r}")
+
+    @property
+    def blocks_url(self) -> str:
+        return self.kv_url or self.redis_url
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Which model, and how it computes."""
+
+    model: str = setting("smollm2-135m-instruct", "Model folder, .gguf file, hub id, or the built-in default.")
+    served_model_name: str | None = setting(None, "Name clients use; default: derived from --model.")
+    engine: str = setting("torch", "torch, or scripted:... (no model; see the README) to measure the pipeline itself.")
+    dtype: str = setting("bfloat16", "Weights and KV.", choices=("bfloat16", "float16", "float32"))
+    device: str = setting("cpu", "Torch device, e.g. cpu or cuda.")
+    max_model_len: int | None = setting(None, "Context limit in tokens; default: the model's own.", low=1)
+    block_size: int = setting(32, "Tokens in one KV block; the same for the whole pool.", low=1, high=1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(RedisSettings, ModelSettings):
+    """What both stages share."""
+
+    name: str | None = setting(None, "Worker name, unique in the pool; default: stage, host, pid and a random part.")
+    threads: int | None = setting(None, "Compute threads; default: all cores. pdq serve divides the cores.", low=1)
+    lease_seconds: float = setting(20.0, "A worker silent for this long loses its jobs to others.", low=0.5, high=3600)
+    max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)
+    drain_seconds: float = setting(30.0, "Time for running jobs after the first SIGTERM or Ctrl-C.", low=0, high=86400)
+    result_ttl: float = setting(600.0, "Seconds a finished request can still be read.", low=1, high=86400 * 7)
+    kv_ttl: float = setting(3600.0, "Seconds an unused KV block stays in Redis.", low=1, high=86400 * 30)
+    kv_memory: str = setting("4GiB", "KV slots in this process, e.g. 512MiB or 4GiB.")
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        return parse_bytes("kv_memory", self.kv_memory)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.kv_memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(WorkerSettings):
+    """`pdq worker prefill`."""
+
+    chunk_tokens: int = setting(512, "Prompt tokens in one forward.", low=1, high=65536)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(WorkerSettings):
+    """`pdq worker decode`."""
+
+    max_batch: int = setting(16, "Sequences decoded together.", low=1, high=1024)
+    flush_ms: float = setting(20.0, "Tokens are written to the reply stream at most this often.", low=0, high=1000)
+    kv_miss: str = setting("requeue", "When KV blocks are gone: back to prefill, or fail.", choices=("requeue", "fail"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings(RedisSettings, ModelSettings):
+    """`pdq gateway`."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    max_body: str = setting("32MiB", "Largest request body.")
+    request_timeout: float = setting(600.0, "Seconds from submit to the last token.", low=0.1, high=86400)
+    max_queued: int = setting(1024, "Requests waiting for prefill before new ones get 429.", low=1)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return parse_bytes("max_body", self.max_body)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.max_body_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(GatewaySettings, PrefillSettings, DecodeSettings):
+    """`pdq serve`: everything at once."""
+
+    redis_url: str = setting("", "Redis or Valkey to use; default: an embedded Valkey.")
+    prefill: int = setting(1, "Prefill workers.", low=1, high=64)
+    decode: int = setting(1, "Decode workers.", low=1, high=64)
+
+
+def known_variables() -> frozenset[str]:
+    return frozenset(env_name(f.name) for f in fields(ServeSettings)) | {"PDQ_URL", "PDQ_CACHE", "PDQ_LOG_LEVEL"}
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """ "512MiB" -> 536870912. Raises ConfigError that names the setting."""
+    digits = text.strip().lower()
+    unit = digits.lstrip("0123456789.")
+    try:
+        number = float(digits[: len(digits) - len(unit)])
+        return int(number * _UNITS[unit.strip()])
+    except (ValueError, KeyError, OverflowError) as e:
+        raise ConfigError(f"{name}: expected a size such as 512MiB, got {text!r}") from e
+
+
+def _checked(name: str, hint: Any, value: Any, meta: Mapping[str, Any]) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    try:
+        if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
+            value = float(value)
+        elif hint is int and isinstance(value, str):
+            value = int(value)
+    except ValueError as e:
+        raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}") from e
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}")
+    low, high, choices = meta.get("low"), meta.get("high"), meta.get("choices")
+    if low is not None and value < low:
+        raise ConfigError(f"{name}: must be at least {low:g}, got {value!r}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name}: must be at most {high:g}, got {value!r}")
+    if choices and value not in choices:
+        raise ConfigError(f"{name}: one of {', '.join(choices)} is wanted, got {value!r}")
+    return value

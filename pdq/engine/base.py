@@ -1,0 +1,106 @@
+"""The interface between the pipeline and whatever computes: prefill and decode workers see only this.
+
+Implemented by `engine.runner` (torch) and `engine.scripted` (no torch; for tests and for measuring the pipeline).
+No torch here, so that `pdq.worker` can import it.
+
+An engine is driven by one thread at a time (`forward`); `open`, `close`, `export` and `load` may be called from other
+threads for slots that are not part of a running `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdq.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What the pipeline has to know of a loaded model.
+
+    fingerprint: 32 bytes, equal exactly if KV may be exchanged (weights, config, rope, quantisation, block layout).
+    dtype: of the KV values, "bfloat16", "float16" or "float32". layout: text that names every layer's own shape, e.g.
+    "30x3x64+64". token_bytes: KV bytes of one token, all layers. vocab_size: token ids are in [0, vocab_size).
+    eos_ids: tokens that end a completion. max_model_len: prompt + completion, in tokens.
+    """
+
+    fingerprint: bytes
+    dtype: str
+    layout: str
+    token_bytes: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_model_len: int
+
+
+class Slot(Protocol):
+    """KV memory of one sequence. KV of tokens [0, length) is present; never more than `capacity` tokens."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of consecutive tokens of one sequence in a forward: the tokens go to positions slot.length and up.
+
+    sample: None if no token is wanted after this segment (a prefill chunk that is not the last); else how to choose it.
+    position: index in the completion of the token that will be sampled, from 0 (with the seed, the key of its random
+    number).
+    """
+
+    slot: Slot
+    token_ids: Sequence[int]
+    sample: SamplingParams | None = None
+    position: int = 0
+
+
+class NoRoom(Exception):  # noqa: N818  not a fault: the caller waits for a slot to close
+    """The KV memory has no room for another slot of the wanted capacity now."""
+
+
+class Engine(Protocol):
+    """A loaded model with KV memory for a number of sequences."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    def open(self, capacity: int) -> Slot:
+        """A new empty slot for up to `capacity` tokens. Raises NoRoom."""
+        ...
+
+    def close(self, slot: Slot) -> None:
+        """Give the slot's memory back. Closing twice is allowed."""
+        ...
+
+    def can_open(self, capacity: int) -> bool:
+        """Would `open(capacity)` succeed now?"""
+        ...
+
+    def forward(self, segments: Sequence[Segment]) -> list[int | None]:
+        """Compute all segments in one pass, append their KV, advance each slot's length; the sampled tokens in order.
+
+        Segments are ragged: prefill chunks and decode steps (one token) may be mixed; a slot occurs at most once.
+        The result for a segment does not depend on its neighbours (up to float rounding of the backend).
+        """
+        ...
+
+    def export(self, slot: Slot, start: int, stop: int, size: int, headroom: int) -> list[memoryview]:
+        """Copy KV of tokens [start, stop) out, as runs of `size` tokens (the last may be shorter).
+
+        Each result is `headroom` zero bytes for the caller's header, then `[layer][k|v][kv_head][token][dim]` raw bytes
+        (little endian, the spec's dtype), writable and contiguous; run i covers [start + i*size, ...).
+        """
+        ...
+
+    def load(self, slot: Slot, start: int, runs: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy runs of (tokens, raw bytes as made by `export`, without headroom) to positions `start` and up.
+
+        Sets slot.length to the end of the last run. `start` must equal slot.length. Raises ValueError when sizes
+        do not fit: the bytes of a run must be exactly tokens * token_bytes.
+        """
+        ...

@@ -1,0 +1,252 @@
+"""Everything that travels through Redis except KV bytes: frozen dataclasses and their msgpack codec.
+
+On the wire a message is a msgpack array `[version, kind, fields...]` in the order of the dataclass fields, nested
+messages as plain arrays. Decoding checks version, kind, arity, types and size, and raises `BadMessage` for anything
+else: values in Redis are not trusted. Fields are only ever appended, with a default, so that an older message
+decodes; a newer *version* does not decode here, and the reader leaves it alone.
+
+Knows nothing of Redis, keys or torch.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a request is bounded by the gateway's body limit, an event by its tokens
+LANES = ("high", "normal", "batch")
+
+
+class BadMessage(ValueError):
+    """A wire value that is not the message it should be. `newer` is true if its version is above ours."""
+
+    def __init__(self, text: str, *, newer: bool = False) -> None:
+        super().__init__(text)
+        self.newer = newer
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. On the wire `seed` is always concrete.
+
+    temperature 0 is argmax. top_k 0, top_p 1, min_p 0 switch the filter off. max_tokens None means "until the
+    context is full". The token at position k of request seed s depends on (s, k) and the logits alone.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked. Exactly one of `token_ids`, `prompt`, `messages` is set.
+
+    timeout: seconds from submit to the last token. tenant: separates prefix caches (salt of the hash chain).
+    model: served model name; "" means the one the pool serves.
+    """
+
+    id: str
+    sampling: SamplingParams
+    token_ids: tuple[int, ...] | None = None
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    model: str = ""
+    lane: str = "normal"
+    timeout: float = 600.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds by Redis time: waiting for prefill, prefilling, waiting and loading for decode, decoding."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    handoff_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Private state that travels from prefill to decode, beside the shared blocks.
+
+    prompt: token ids of the whole prompt. kv_length: tokens of prompt + emitted whose KV is stored, as full blocks
+    and a tail of `kv_length % block_size` tokens under `tail_key` ("" if the tail is empty). Block keys are not listed:
+    they follow from the tokens (see prefix.py), the fingerprint and the block size.
+    """
+
+    prompt: tuple[int, ...]
+    kv_length: int
+    fingerprint: bytes
+    block_size: int
+    tail_key: str = ""
+    cached_tokens: int = 0
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. cached_tokens: prompt tokens whose KV came from the cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error on the wire; `pdq.errors.from_wire` turns it back into an exception."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of a reply stream.
+
+    index: position of the first of `token_ids` in the completion, from 0. text: valid UTF-8, stop strings already
+    applied; may be empty while a character or a possible stop string is incomplete. finish_reason ("stop", "length",
+    "cancelled", "error") is set on the terminal event only, `error` only with "error" and "cancelled".
+    """
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def terminal(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself in its heartbeat."""
+
+    name: str
+    stage: str
+    model: str
+    fingerprint: bytes
+    max_model_len: int
+    state: str = "ready"
+    running: int = 0
+    capacity: int = 0
+    counters: tuple[tuple[str, int], ...] = ()
+
+
+M = TypeVar("M", Request, Handoff, Event, WorkerInfo)
+_KINDS: dict[type[Any], int] = {Request: 1, Handoff: 2, Event: 3, WorkerInfo: 4}
+
+
+def encode(message: Request | Handoff | Event | WorkerInfo) -> bytes:
+    """`message` as bytes. Raises BadMessage if it is over MAX_MESSAGE_BYTES."""
+    data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *_flat(message)], use_bin_type=True)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"{type(message).__name__} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(cls: type[M], data: bytes) -> M:
+    """The message in `data`. Raises BadMessage for anything that is not exactly a `cls` of a known version."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"{len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as e:
+        raise BadMessage(f"not msgpack: {e}") from e
+    if not isinstance(raw, list) or len(raw) < 2 or not all(type(x) is int for x in raw[:2]):
+        raise BadMessage("not a pdq message")
+    if raw[0] != VERSION:
+        raise BadMessage(f"version {raw[0]}, expected {VERSION}", newer=raw[0] > VERSION)
+    if raw[1] != _KINDS[cls]:
+        raise BadMessage(f"kind {raw[1]} is not {cls.__name__}")
+    built = _build(cls, raw[2:], cls.__name__)
+    assert isinstance(built, cls)  # noqa: S101  _build makes instances of cls only
+    return built
+
+
+def _flat(message: Any) -> list[Any]:
+    values = (getattr(message, f.name) for f in fields(message))
+    return [_plain(v) for v in values]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return _flat(value)
+    if isinstance(value, tuple) and value and not isinstance(value[0], int | str | float):
+        return [_plain(v) for v in value]
+    return value
+
+
+@cache
+def _schema(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
+    hints = get_type_hints(cls)
+    return tuple((f.name, hints[f.name], f.default is MISSING) for f in fields(cls))
+
+
+def _build(cls: type[Any], raw: Any, where: str) -> Any:
+    schema = _schema(cls)
+    if not isinstance(raw, list) or len(raw) > len(schema):
+        raise BadMessage(f"{where}: expected an array of at most {len(schema)} fields")
+    if any(required for _, _, required in schema[len(raw) :]):
+        raise BadMessage(f"{where}: fields are missing")
+    return cls(*(_check(hint, value, f"{where}.{name}") for (name, hint, _), value in zip(schema, raw, strict=False)))
+
+
+def _check(hint: Any, value: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = [a for a in get_args(hint) if a is not type(None)]
+        if value is None and len(options) < len(get_args(hint)):
+            return None
+        return _check(options[0], value, where)
+    if origin is tuple:
+        args = get_args(hint)
+        if not isinstance(value, list):
+            raise BadMessage(f"{where}: expected an array")
+        if args[-1] is ...:
+            if args[0] is int:  # the long ones: token ids
+                if not all(type(v) is int for v in value):
+                    raise BadMessage(f"{where}: expected integers")
+                return tuple(value)
+            return tuple(_check(args[0], v, where) for v in value)
+        if len(value) != len(args):
+            raise BadMessage(f"{where}: expected {len(args)} items")
+        return tuple(_check(a, v, where) for a, v in zip(args, value, strict=True))
+    if hasattr(hint, "__dataclass_fields__"):
+        return _build(hint, value, where)
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if type(value) is not hint or (hint is float):
+        raise BadMessage(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
+    return value
