@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import types
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -208,10 +207,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@cache
+_SCHEMAS: dict[type[Any], tuple[tuple[str, Any, bool], ...]] = {}
+
+
 def _schema(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    hints = get_type_hints(cls)
-    return tuple((f.name, hints[f.name], f.default is MISSING) for f in fields(cls))
+    """(name, type, required) of each field."""
+    if cls not in _SCHEMAS:
+        hints = get_type_hints(cls)
+        _SCHEMAS[cls] = tuple((f.name, hints[f.name], f.default is MISSING) for f in fields(cls))
+    return _SCHEMAS[cls]
 
 
 def _build(cls: type[Any], raw: Any, where: str) -> Any:

@@ -59,7 +59,7 @@ class Segment:
     position: int = 0
 
 
-class NoRoom(Exception):  # noqa: N818  not a fault: the caller waits for a slot to close
+class NoRoom(Exception):
     """The KV memory has no room for another slot of the wanted capacity now."""
 
 
