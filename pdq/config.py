@@ -9,16 +9,19 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pdq.errors import ConfigError
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "PDQ_"
 
 
@@ -48,9 +51,7 @@ class Settings:
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """From `environ` (default: the process's), `overrides` on top (None: not given). Raises ConfigError."""
         environ = os.environ if environ is None else environ
-        unknown = sorted(k for k in environ if k.startswith(ENV_PREFIX) and k not in known_variables())
-        if unknown:
-            raise ConfigError(f"unknown variable {unknown[0]}; known: {', '.join(sorted(known_variables()))}")
+        _refuse_unknown(environ)
         names = {f.name for f in fields(cls)}
         if wrong := sorted(set(overrides) - names):
             raise ConfigError(f"unknown setting {wrong[0]}")
@@ -59,12 +60,25 @@ class Settings:
         return cls(**values)
 
     def environ(self) -> dict[str, str]:
-        """These settings as variables, for a child process; unset ones are left out."""
+        """These settings as variables; those at their default are left out."""
         return {
             env_name(f.name): str(v)
             for f in fields(self)
             if (v := getattr(self, f.name)) is not None and v != f.default
         }
+
+    def environ_of_child(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The whole environment of a program that is to run with exactly these settings.
+
+        The settings in `environ` (default: the process's) are dropped first: an option given back to its default
+        must not be overruled by a variable that the child inherits.
+        """
+        environ = os.environ if environ is None else environ
+        return {k: v for k, v in environ.items() if k not in _setting_variables()} | self.environ()
+
+    def part(self, cls: type[S]) -> S:
+        """The settings of one program out of those of all (`pdq serve`)."""
+        return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +91,12 @@ class RedisSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.pool or not self.pool.isascii() or not self.pool.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"pool: only letters, digits, - and _ are allowed, got {self.pool!r}")
+        if not self.pool.isascii() or not self.pool.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"pool: letters, digits, - and _ are wanted, got {self.pool!r}")
+        for f in fields(self):
+            url = getattr(self, f.name)
+            if f.name in ("redis_url", "kv_url") and url != f.default and not url.startswith(_REDIS_SCHEMES):
+                raise ConfigError(f"{f.name}: expected a URL such as redis://127.0.0.1:6379/0, got {url!r}")
 
     @property
     def blocks_url(self) -> str:
@@ -99,14 +117,20 @@ class ModelSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(RedisSettings, ModelSettings):
+class ProcessSettings(RedisSettings, ModelSettings):
+    """What every process of a pool has."""
+
+    drain_seconds: float = setting(30.0, "Time for what runs after the first SIGTERM or Ctrl-C.", low=0, high=86400)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ProcessSettings):
     """What both stages share."""
 
     name: str | None = setting(None, "Worker name, unique in the pool; default: stage, host, pid and a random part.")
     threads: int | None = setting(None, "Compute threads; default: all cores. pdq serve divides the cores.", low=1)
     lease_seconds: float = setting(20.0, "A worker silent for this long loses its jobs to others.", low=0.5, high=3600)
     max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)
-    drain_seconds: float = setting(30.0, "Time for running jobs after the first SIGTERM or Ctrl-C.", low=0, high=86400)
     result_ttl: float = setting(600.0, "Seconds a finished request can still be read.", low=1, high=86400 * 7)
     kv_ttl: float = setting(3600.0, "Seconds an unused KV block stays in Redis.", low=1, high=86400 * 30)
     kv_memory: str = setting("4GiB", "KV slots in this process, e.g. 512MiB or 4GiB.")
@@ -118,6 +142,8 @@ class WorkerSettings(RedisSettings, ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.kv_memory_bytes
+        if self.name is not None and not (self.name.isascii() and self.name.isprintable() and self.name.split()):
+            raise ConfigError(f"name: printable ASCII is wanted, got {self.name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +163,7 @@ class DecodeSettings(WorkerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewaySettings(RedisSettings, ModelSettings):
+class GatewaySettings(ProcessSettings):
     """`pdq gateway`."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
@@ -162,11 +188,44 @@ class ServeSettings(GatewaySettings, PrefillSettings, DecodeSettings):
     redis_url: str = setting("", "Redis or Valkey to use; default: an embedded Valkey.")
     prefill: int = setting(1, "Prefill workers.", low=1, high=64)
     decode: int = setting(1, "Decode workers.", low=1, high=64)
+    valkey_memory: str | None = setting(None, "Most memory of the embedded Valkey; default: a quarter of all.")
+
+    @property
+    def valkey_memory_bytes(self) -> int | None:
+        return None if self.valkey_memory is None else parse_bytes("valkey_memory", self.valkey_memory)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.valkey_memory_bytes
 
 
 def known_variables() -> frozenset[str]:
-    return frozenset(env_name(f.name) for f in fields(ServeSettings)) | {"PDQ_URL", "PDQ_CACHE", "PDQ_LOG_LEVEL"}
+    """Every `PDQ_*` variable that means something: the settings, and three that are not options of every program."""
+    return _setting_variables() | {"PDQ_URL", "PDQ_CACHE", "PDQ_LOG_LEVEL"}
 
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where pdq keeps what can be made again: PDQ_CACHE, XDG_CACHE_HOME/pdq, or ~/.cache/pdq. Not created here."""
+    environ = os.environ if environ is None else environ
+    if own := environ.get("PDQ_CACHE"):
+        return Path(own).absolute()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").absolute() / "pdq"
+
+
+def _setting_variables() -> frozenset[str]:
+    return frozenset(env_name(f.name) for f in fields(ServeSettings))
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    known = known_variables()
+    unknown = sorted(k for k in environ if k.startswith(ENV_PREFIX) and k not in known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        raise ConfigError(f"unknown variable {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 _UNITS = {
     "": 1,
@@ -188,9 +247,17 @@ def parse_bytes(name: str, text: str) -> int:
     unit = digits.lstrip("0123456789.")
     try:
         number = float(digits[: len(digits) - len(unit)])
-        return int(number * _UNITS[unit.strip()])
+        size = int(number * _UNITS[unit.strip()])
     except (ValueError, KeyError, OverflowError) as e:
         raise ConfigError(f"{name}: expected a size such as 512MiB, got {text!r}") from e
+    if size < 1:
+        raise ConfigError(f"{name}: must be at least one byte, got {text!r}")
+    return size
+
+
+def number(value: float) -> str:
+    """For people: 3600.0 is 3600, and a large limit has all its digits."""
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _checked(name: str, hint: Any, value: Any, meta: Mapping[str, Any]) -> Any:
@@ -203,15 +270,15 @@ def _checked(name: str, hint: Any, value: Any, meta: Mapping[str, Any]) -> Any:
             value = float(value)
         elif hint is int and isinstance(value, str):
             value = int(value)
-    except ValueError as e:
+    except (ValueError, OverflowError) as e:
         raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}") from e
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
         raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}")
     low, high, choices = meta.get("low"), meta.get("high"), meta.get("choices")
     if low is not None and value < low:
-        raise ConfigError(f"{name}: must be at least {low:g}, got {value!r}")
+        raise ConfigError(f"{name}: must be at least {number(low)}, got {value!r}")
     if high is not None and value > high:
-        raise ConfigError(f"{name}: must be at most {high:g}, got {value!r}")
+        raise ConfigError(f"{name}: must be at most {number(high)}, got {value!r}")
     if choices and value not in choices:
         raise ConfigError(f"{name}: one of {', '.join(choices)} is wanted, got {value!r}")
     return value

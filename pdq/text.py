@@ -32,6 +32,15 @@ class Tokenizer(Protocol):
         ...
 
 
+def check_text(param: str, text: str) -> None:
+    """Raises InvalidRequest naming `param` if `text` is no text: JSON can spell half a surrogate pair, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        half = f"U+{ord(text[e.start]):04X} at character {e.start}"
+        raise InvalidRequest(f"{param}: {half} is half of a surrogate pair, which is no text", param=param) from None
+
+
 class ByteTokenizer:
     """One token a UTF-8 byte, ids 0-255; 256 ends a text. Chat turns are lines of `role: content`."""
 

@@ -1,0 +1,7 @@
+"""`python -m pdq` is `pdq`."""
+
+import sys
+
+from pdq.cli import main
+
+sys.exit(main())

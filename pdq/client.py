@@ -1,0 +1,290 @@
+"""The SDK: submit requests to a pool and read their answers, over Redis alone.
+
+`AsyncClient` for asyncio, `Client` for everything else (it runs an `AsyncClient` on a thread of its own). Needs redis
+and msgpack only; text is tokenized by the worker. The gateway is built on the same client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Self
+
+from pdq import connection, scripts
+from pdq.config import RedisSettings
+from pdq.connection import RedisError
+from pdq.errors import (
+    DeadlineExceeded,
+    IdConflict,
+    InvalidRequest,
+    QueueFull,
+    RequestFailed,
+    RequestNotFound,
+    Unavailable,
+    from_wire,
+)
+from pdq.keys import CANCELS, GROUP, Keys
+from pdq.messages import (
+    LANES,
+    BadMessage,
+    Event,
+    Message,
+    Request,
+    SamplingParams,
+    Timings,
+    Usage,
+    WorkerInfo,
+    decode,
+    encode,
+)
+from pdq.queue import CANCELLED
+from pdq.replies import ReplyHub
+from pdq.validate import make_request
+
+CHECK_SECONDS = 5.0  # a silent request is looked up this often: it may be gone with a flushed Redis
+DEADLINE_GRACE = 10.0  # workers end a request at its deadline; a reader gives up this much later
+CANCELLED_TTL_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole answer. finish_reason: "stop" or "length"."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a request is. stage: "prefill", "decode", "done"; state: "queued", "running", "done"."""
+
+    stage: str
+    state: str
+    attempt: int
+    tokens: int
+    reason: str | None
+
+
+class Handle:
+    """A submitted request. Handles hold no resources; one can be made again from the id by `AsyncClient.attach`."""
+
+    def __init__(self, client: AsyncClient, request_id: str, timeout: float | None = None) -> None:
+        self.id = request_id
+        self._client = client
+        self._deadline = None if timeout is None else time.monotonic() + timeout + DEADLINE_GRACE
+
+    async def stream(self, after: int = 0) -> AsyncIterator[Event]:
+        """The events after the first `after` tokens, in order, the terminal one last.
+
+        Raises what ended the request if that was an error (RequestFailed, RequestCancelled, DeadlineExceeded,
+        InvalidRequest, ...), RequestNotFound if it does not exist (any more), Unavailable if Redis stays away.
+        """
+        hub = self._client.hub
+        sub = await hub.subscribe(self.id, after)
+        try:
+            while True:
+                event = await sub.get(CHECK_SECONDS)
+                if event is None:
+                    await self._check(sub.last_id)
+                    continue
+                if event.error is not None:
+                    raise from_wire(event.error)
+                yield event
+                if event.terminal:
+                    return
+        finally:
+            sub.close()
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """Wait for the whole answer. Raises as `stream`, and TimeoutError after `timeout` seconds (it runs on)."""
+        async with asyncio.timeout(timeout):
+            text: list[str] = []
+            tokens: list[int] = []
+            async for event in self.stream():
+                text.append(event.text)
+                tokens += event.token_ids
+        if event.finish_reason is None or event.usage is None:
+            raise RequestFailed("the reply ended without a result")
+        return Result(
+            self.id, "".join(text), tuple(tokens), event.finish_reason, event.usage, event.timings or Timings()
+        )
+
+    async def cancel(self) -> bool:
+        """End the request; True if that ended it or will, False if it had ended before. Raises RequestNotFound."""
+        return await self._client.cancel(self.id)
+
+    async def status(self) -> Status:
+        """Raises RequestNotFound, Unavailable."""
+        return await self._client.status(self.id)
+
+    async def _check(self, last_id: str) -> None:
+        try:
+            status = await self.status()
+        except Unavailable:
+            return  # the reader of the replies counts how long Redis is away
+        if status.state == "done" and not await self._client.has_events(self.id, last_id):
+            raise RequestFailed("the reply stream was lost")
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise DeadlineExceeded("no worker ended the request at its deadline")
+
+
+class AsyncClient:
+    """Submits to one pool. Use as an async context manager, or call `aclose`.
+
+    max_queued: submits are refused with QueueFull while this many requests wait for prefill.
+    """
+
+    def __init__(self, settings: RedisSettings | None = None, *, max_queued: int | None = None, **options: Any) -> None:
+        self.settings = settings or RedisSettings.load(**options)
+        self.keys = Keys(self.settings.pool)
+        self.max_queued = max_queued or 0
+        self._redis = connection.command(self.settings.redis_url)
+        self._waiting = connection.blocking(self.settings.redis_url)
+        self.hub = ReplyHub(self._redis, self._waiting, self.keys)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self.hub.aclose()
+        await self._redis.aclose()
+        await self._waiting.aclose()
+
+    async def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Message | Mapping[str, Any]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str = "",
+        lane: str = "normal",
+        timeout: float = 600.0,
+        id: str | None = None,  # noqa: A002  the public name of the thing
+        idempotency_key: str | None = None,
+        tenant: str = "",
+        **sampling: Any,
+    ) -> Handle:
+        """Queue a request: exactly one of `prompt`, `messages`, `token_ids`, and SamplingParams' fields as keywords.
+
+        lane: "high", "normal" or "batch". timeout: seconds to the last token. id: chosen by the caller; submitting the
+        same request with the same id (or idempotency key) again gives the first one. No seed means a random one.
+
+        Raises InvalidRequest (`param` names the field), IdConflict, QueueFull, Unavailable.
+        """
+        if idempotency_key is not None:
+            if id is not None:
+                raise InvalidRequest("idempotency_key: not together with id", param="idempotency_key")
+            name = hashlib.sha256(f"{tenant}\0{idempotency_key}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        else:
+            name = uuid.uuid4().hex if id is None else id
+        request = make_request(
+            id=name, prompt=prompt, messages=messages, token_ids=token_ids,
+            model=model, lane=lane, timeout=timeout, tenant=tenant, sampling=sampling,
+        )  # fmt: skip
+        await self._submit(request, fresh_seed=sampling.get("seed") is None)
+        return Handle(self, request.id, request.timeout)
+
+    async def _submit(self, request: Request, *, fresh_seed: bool) -> None:
+        data = encode(request)
+        # A seed drawn here differs between two submits of one request; it is no part of what makes them the same.
+        same = encode(_unseeded(request)) if fresh_seed else data
+        lanes = [self.keys.prefill(lane) for lane in LANES]
+        call = scripts.submit(
+            [self.keys.request(request.id), self.keys.prefill(request.lane), *lanes],
+            *(request.id, data, hashlib.sha256(same).digest(), request.lane),
+            *(int(request.timeout * 1000), self.max_queued),
+        )
+        try:
+            verdict, depth = await call.run(self._redis)
+        except RedisError as e:
+            raise _unavailable(e) from e
+        if verdict == b"conflict":
+            raise IdConflict(f"id {request.id!r} belongs to a different request", param="id")
+        if verdict == b"full":
+            raise QueueFull(f"{depth} requests are waiting, the limit is {self.max_queued}", retry_after=1.0)
+
+    def attach(self, request_id: str) -> Handle:
+        """A handle for a request submitted earlier, here or elsewhere."""
+        return Handle(self, request_id)
+
+    async def cancel(self, request_id: str) -> bool:
+        keys = self.keys
+        call = scripts.cancel(
+            [keys.request(request_id), keys.out(request_id), keys.cancels, *map(keys.prefill, LANES), keys.decode],
+            *(GROUP, request_id, CANCELLED, CANCELLED_TTL_MS, CANCELS, *LANES),
+        )
+        try:
+            verdict = await call.run(self._redis)
+        except RedisError as e:
+            raise _unavailable(e) from e
+        if verdict == b"unknown":
+            raise RequestNotFound(f"there is no request {request_id!r}")
+        return bool(verdict != b"done")
+
+    async def status(self, request_id: str) -> Status:
+        try:
+            found: list[Any] = await self._redis.hmget(
+                self.keys.request(request_id), ["stage", "state", "attempt", "pos", "reason"]
+            )
+        except RedisError as e:
+            raise _unavailable(e) from e
+        stage, state, attempt, pos, reason = found
+        if stage is None:
+            raise RequestNotFound(f"there is no request {request_id!r}; results are kept for a limited time")
+        return Status(
+            stage.decode(), state.decode(), int(attempt), int(pos), None if reason is None else reason.decode()
+        )
+
+    async def has_events(self, request_id: str, after: str) -> bool:
+        """Are there events after entry id `after`? Raises Unavailable."""
+        try:
+            return bool(await self._redis.xrange(self.keys.out(request_id), min=f"({after}", count=1))
+        except RedisError as e:
+            raise _unavailable(e) from e
+
+    async def workers(self) -> list[WorkerInfo]:
+        """The workers whose heartbeat is fresh. Raises Unavailable."""
+        try:
+            names: Any = await self._redis.zrange(self.keys.workers, 0, 999)
+            values: Any = await self._redis.mget([self.keys.worker(n.decode()) for n in names]) if names else []
+        except RedisError as e:
+            raise _unavailable(e) from e
+        found = []
+        for value in values:
+            if value is not None:
+                try:
+                    found.append(decode(WorkerInfo, value))
+                except BadMessage:  # a newer pdq's worker: none of ours
+                    continue
+        return found
+
+    async def ping(self) -> None:
+        """Raises Unavailable when Redis does not answer."""
+        try:
+            await self._redis.ping()
+        except RedisError as e:
+            raise _unavailable(e) from e
+
+
+def _unseeded(request: Request) -> Request:
+    values = {f.name: getattr(request, f.name) for f in fields(Request)}
+    chosen = {f.name: getattr(request.sampling, f.name) for f in fields(SamplingParams)} | {"seed": 0}
+    return Request(**values | {"sampling": SamplingParams(**chosen)})
+
+
+def _unavailable(error: RedisError) -> Unavailable:
+    return Unavailable(f"Redis does not answer: {error}", retry_after=2.0)

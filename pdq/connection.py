@@ -1,0 +1,91 @@
+"""The Redis clients, with every default that has changed between redis-py versions pinned.
+
+Four kinds: `command` (asyncio; scripts and short commands), `blocking` (asyncio; XREAD and XREADGROUP, which wait on
+the server), `bulk` (threads; KV bytes) and `lease` (threads; one connection that nothing else uses). They never share
+connections: a block of 4 MB must not delay a token, and a waiting read must not delay a lease.
+
+Commands are retried here only where a repetition is harmless: all scripts are idempotent, reads are reads. A blocking
+XREADGROUP is not retried (see queue.py).
+"""
+
+from __future__ import annotations
+
+import redis
+import redis.asyncio as aredis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from pdq.errors import ConfigError
+
+AsyncRedis = aredis.Redis
+SyncRedis = redis.Redis
+RedisError = redis.RedisError
+
+CONNECT_TIMEOUT = 2.0
+COMMAND_TIMEOUT = 5.0
+LEASE_TIMEOUT = 2.0
+BULK_TIMEOUT = 30.0
+BLOCK_SECONDS = 5.0  # longest wait of a blocking read; its socket timeout is above it
+POOL_WAIT = 5.0
+
+_RETRIED = (redis.ConnectionError, redis.TimeoutError)
+_COMMON = {
+    "protocol": 2,
+    "legacy_responses": True,
+    "decode_responses": False,
+    "socket_connect_timeout": CONNECT_TIMEOUT,
+    "socket_keepalive": True,
+    "health_check_interval": 0,
+}
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(base=0.02, cap=0.2)
+
+
+def command(url: str, connections: int = 16) -> AsyncRedis:
+    """Short commands and scripts. Callers over `connections` at once wait for a connection instead of failing."""
+    retry = AsyncRetry(_backoff(), 2, supported_errors=_RETRIED)
+    return _asyncio(url, COMMAND_TIMEOUT, retry, connections)
+
+
+def blocking(url: str) -> AsyncRedis:
+    """One connection for reads that wait on the server."""
+    return _asyncio(url, BLOCK_SECONDS + 5.0, AsyncRetry(NoBackoff(), 0), 1)
+
+
+def bulk(url: str, connections: int) -> SyncRedis:
+    """KV bytes, from threads. A large read size matters: the default takes a system call per 64 KiB."""
+    return _threads(url, BULK_TIMEOUT, Retry(_backoff(), 1, supported_errors=_RETRIED), connections, read_size=1 << 20)
+
+
+def lease(url: str) -> SyncRedis:
+    """The lease thread's own connection; short timeouts, since a late renewal is no renewal."""
+    return _threads(url, LEASE_TIMEOUT, Retry(NoBackoff(), 1, supported_errors=_RETRIED), 1, read_size=1 << 16)
+
+
+def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int) -> AsyncRedis:
+    try:
+        pool = aredis.BlockingConnectionPool.from_url(
+            url, max_connections=connections, timeout=POOL_WAIT, socket_timeout=timeout, retry=retry, **_COMMON
+        )
+    except ValueError as e:
+        raise ConfigError(f"redis_url: {e}") from e
+    return aredis.Redis.from_pool(pool)
+
+
+def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size: int) -> SyncRedis:
+    try:
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=connections,
+            timeout=POOL_WAIT,
+            socket_timeout=timeout,
+            socket_read_size=read_size,
+            retry=retry,
+            **_COMMON,
+        )
+    except ValueError as e:
+        raise ConfigError(f"redis_url: {e}") from e
+    return redis.Redis.from_pool(pool)

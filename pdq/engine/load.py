@@ -1,0 +1,42 @@
+"""From settings to a loaded engine. torch is imported only when a torch engine is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdq.config import WorkerSettings
+from pdq.engine.base import Engine
+from pdq.engine.scripted import Script, ScriptedEngine
+from pdq.errors import ConfigError
+from pdq.models import check_supported, context_limit, eos_token_ids, fingerprint
+
+SCRIPTED_CONTEXT = 8192
+
+
+def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
+    """The engine that `settings.engine` names. folder: of the model, None for a scripted engine.
+
+    Raises ConfigError, ModelUnsupported.
+    """
+    if settings.engine.partition(":")[0] == "scripted":
+        return ScriptedEngine(
+            Script.parse(settings.engine),
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len or SCRIPTED_CONTEXT,
+            memory=settings.kv_memory_bytes,
+        )
+    if settings.engine != "torch" or folder is None:
+        raise ConfigError(f"engine: torch or scripted:... is wanted, got {settings.engine!r}")
+    check_supported(folder)
+    from pdq.engine.model import load_model
+    from pdq.engine.runner import TorchEngine
+
+    return TorchEngine(
+        load_model(folder, dtype=settings.dtype, device=settings.device),
+        fingerprint=fingerprint(folder, dtype=settings.dtype, block_size=settings.block_size),
+        dtype=settings.dtype,
+        max_model_len=context_limit(folder, settings.max_model_len),
+        eos_ids=eos_token_ids(folder),
+        kv_memory_bytes=settings.kv_memory_bytes,
+        threads=settings.threads,
+    )

@@ -1,0 +1,60 @@
+"""Loads a model folder into torch for the runner, or says by name why this model cannot be served here.
+
+Owns the call into transformers; the modelling code stays stock, with our attention function. Finding the folder, its
+tokenizer and its fingerprint is `pdq.models`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from pdq.engine.attention import IMPLEMENTATION
+from pdq.engine.probe import check_class, layout_of
+from pdq.errors import ModelUnsupported
+
+
+def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """The causal language model in `folder` (config and safetensors), ready for `TorchEngine`; no remote code is run.
+
+    dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". Raises ModelUnsupported
+    if the architecture cannot run over KV slots or weights are missing, OSError if the folder is incomplete.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError) as e:
+        raise ModelUnsupported(f"{folder.name}: no such architecture in transformers: {e}") from e
+    _check_config(config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, ImportError) as e:
+        raise ModelUnsupported(f"{config.model_type} cannot be loaded: {e}") from e
+    _check_weights(type(model).__name__, info)
+    model = model.to(device).eval().requires_grad_(False)
+    layout_of(model)
+    return model
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    name = (config.architectures or [config.model_type])[0]
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnsupported(f"{name} is not a decoder-only language model")
+    check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def _check_weights(name: str, info: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers; such a model talks nonsense without an error."""
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, info.get(kind) or [])):
+            raise ModelUnsupported(f"{name}: {len(found)} {kind.replace('_', ' ')} in the weights, such as {found[0]}")

@@ -1,0 +1,163 @@
+"""An engine without torch: for tests of the pipeline, and for measuring what the pipeline itself costs.
+
+    --engine scripted                                    tokens depend on everything before them
+    --engine scripted:text=Hello world.,step_ms=20       a fixed answer, over and over, 20 ms a forward
+    --engine scripted:prefill_us=500,token_bytes=23040   500 us a prompt token, KV as large as a real model's
+
+KV of a token is its id and a running checksum of all tokens up to it, repeated to `token_bytes`. The next token follows
+from the last checksum, so a lost, swapped or foreign block changes the text or is refused: tests see wrong KV at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
+from pdq.errors import ConfigError
+from pdq.text import ByteTokenizer
+
+_RECORD = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a scripted engine does. Times add up: a forward takes step_ms and prefill_us for each further token."""
+
+    text: str = ""
+    step_ms: float = 0.0
+    prefill_us: float = 0.0
+    token_bytes: int = 8
+    eos_every: int = 0  # without text: about one token in this many ends the answer; 0 is never
+
+    @classmethod
+    def parse(cls, engine: str) -> Script:
+        """From "scripted" or "scripted:key=value,...". Raises ConfigError."""
+        values: dict[str, str | float | int] = {}
+        for part in filter(None, engine.partition(":")[2].split(",")):
+            name, _, value = part.partition("=")
+            try:
+                kind = {"text": str, "step_ms": float, "prefill_us": float, "token_bytes": int, "eos_every": int}[name]
+                values[name] = kind(value)
+            except (KeyError, ValueError) as e:
+                raise ConfigError(f"engine: bad part {part!r} of a scripted engine") from e
+        script = cls(**values)  # type: ignore[arg-type]
+        if script.token_bytes < 8 or script.token_bytes % 8 or script.step_ms < 0 or script.prefill_us < 0:
+            raise ConfigError("engine: token_bytes is a multiple of 8, times are not negative")
+        return script
+
+
+@dataclass(eq=False)
+class ScriptedSlot:
+    capacity: int
+    length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        self.sums.append(zlib.crc32(struct.pack("<I", token), self.sums[-1] if self.sums else 0))
+        self.tokens.append(token)
+        self.length += 1
+
+
+class ScriptedEngine:
+    """See the module's docstring; implements `engine.base.Engine`. memory: KV budget in bytes."""
+
+    def __init__(self, script: Script, *, block_size: int, max_model_len: int, memory: int) -> None:
+        self._script = script
+        self._answer = script.text.encode()
+        self._free = memory
+        self._lock = threading.Lock()
+        self._open: set[ScriptedSlot] = set()
+        self.forwards = 0
+        self.computed = 0
+        identity = f"scripted {script.token_bytes} {script.text} {script.eos_every} {block_size}"
+        self._spec = EngineSpec(
+            fingerprint=hashlib.sha256(identity.encode()).digest(),
+            dtype="float32",
+            layout=f"scripted-{script.token_bytes}",
+            token_bytes=script.token_bytes,
+            vocab_size=ByteTokenizer.vocab_size,
+            eos_ids=frozenset({ByteTokenizer.eos_id}),
+            max_model_len=max_model_len,
+        )
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._spec
+
+    def can_open(self, capacity: int) -> bool:
+        return capacity * self._script.token_bytes <= self._free
+
+    def open(self, capacity: int) -> Slot:
+        with self._lock:
+            if not self.can_open(capacity):
+                raise NoRoom(f"{capacity} tokens do not fit into {self._free} bytes")
+            slot = ScriptedSlot(capacity)
+            self._open.add(slot)
+            self._free -= capacity * self._script.token_bytes
+        return slot
+
+    def close(self, slot: Slot) -> None:
+        with self._lock:
+            if slot in self._open:
+                self._open.remove(_own(slot))
+                self._free += slot.capacity * self._script.token_bytes
+
+    def forward(self, segments: Sequence[Segment]) -> list[int | None]:
+        tokens = sum(len(s.token_ids) for s in segments)
+        self.forwards += 1
+        self.computed += tokens
+        pause = self._script.step_ms / 1e3 + max(tokens - len(segments), 0) * self._script.prefill_us / 1e6
+        if pause:
+            time.sleep(pause)
+        return [self._forward(s) for s in segments]
+
+    def _forward(self, segment: Segment) -> int | None:
+        slot = _own(segment.slot)
+        if slot.length + len(segment.token_ids) > slot.capacity:
+            raise ValueError("the slot is full")
+        for token in segment.token_ids:
+            slot.append(token)
+        if segment.sample is None:
+            return None
+        if self._answer:
+            return self._answer[segment.position % len(self._answer)]
+        seed = segment.sample.seed if segment.sample.temperature > 0 else 0
+        draw = zlib.crc32(struct.pack("<Qq", segment.position, seed), slot.sums[-1])
+        if self._script.eos_every and draw % self._script.eos_every == 0:
+            return ByteTokenizer.eos_id
+        return 97 + draw % 26
+
+    def export(self, slot: Slot, start: int, stop: int, size: int, headroom: int) -> list[memoryview]:
+        own, repeat = _own(slot), self._script.token_bytes // 8
+        out = []
+        for at in range(start, stop, size):
+            span = range(at, min(at + size, stop))
+            payload = b"".join(_RECORD.pack(own.tokens[i], own.sums[i]) * repeat for i in span)
+            out.append(memoryview(bytearray(bytes(headroom) + payload)))
+        return out
+
+    def load(self, slot: Slot, start: int, runs: Sequence[tuple[int, memoryview]]) -> None:
+        own, step = _own(slot), self._script.token_bytes
+        if start != own.length or any(len(data) != n * step for n, data in runs):
+            raise ValueError("the sizes of the KV runs do not fit")
+        if start + sum(n for n, _ in runs) > own.capacity:
+            raise ValueError("the slot is too small")
+        for n, data in runs:
+            for i in range(n):
+                token, checksum = _RECORD.unpack_from(data, i * step)
+                own.append(token)
+                if own.sums[-1] != checksum:
+                    raise ValueError("KV of other tokens was loaded")
+
+
+def _own(slot: Slot) -> ScriptedSlot:
+    if not isinstance(slot, ScriptedSlot):
+        raise TypeError("a slot of another engine")
+    return slot

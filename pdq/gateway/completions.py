@@ -1,0 +1,46 @@
+"""POST /v1/completions: text or token ids in, text out; several prompts give several choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from pdq.gateway import prompts
+from pdq.gateway.body import read_body
+from pdq.gateway.context import GATEWAY
+from pdq.gateway.replies import Endpoint, answer
+from pdq.gateway.schemas import CompletionBody
+from pdq.gateway.sse import Shape
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"text": text}
+
+
+COMPLETION = Endpoint(
+    shape=Shape(
+        id_prefix="cmpl-",
+        chunk_object="text_completion",
+        opening=b"",
+        before=b'"text":',
+        after=b"",
+        empty=b'"text":""',
+    ),
+    object="text_completion",
+    whole=_text,
+)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    gateway = request.app[GATEWAY]
+    body = await read_body(request, CompletionBody)
+    limit = await gateway.context_limit(body.model)
+    named = await prompts.completion_tokens(gateway, body.prompts, limit)
+    for name, ids in named:
+        prompts.check_room(len(ids), name, body.max_tokens, "max_tokens", limit)
+    # Nobody asked for the default, so it gives way to the end of the context; workers cut there anyway.
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return await answer(request, COMPLETION, [ids for _, ids in named], body, wanted)

@@ -1,0 +1,101 @@
+"""Which workers live: asked from Redis at most once a second, however many requests want to know.
+
+Requests are only queued when both stages have a live worker of the gateway's model; otherwise nobody would answer
+them. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdq.errors import Unavailable
+from pdq.gateway.errors import NoWorker
+from pdq.messages import WorkerInfo
+
+if TYPE_CHECKING:
+    from pdq.client import AsyncClient
+
+FRESH_SECONDS = 1.0
+WAIT_SECONDS = 2.0  # a Redis that swallows packets must not hold a client for the length of its socket timeouts
+STAGES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Live workers of one model. max_model_len: the smallest context among them, in tokens; None without workers.
+
+    others: names of further models that workers of this pool serve (a mistake in the setup).
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    max_model_len: int | None = None
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerInfo], model: str) -> Snapshot:
+        live = [w for w in workers if w.state == "ready"]
+        ours = [w for w in live if w.model == model]
+        return cls(
+            prefill=sum(w.stage == "prefill" for w in ours),
+            decode=sum(w.stage == "decode" for w in ours),
+            max_model_len=min((w.max_model_len for w in ours), default=None),
+            others=tuple(sorted({w.model for w in live} - {model})),
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """Stages without a live worker."""
+        return [stage for stage in STAGES if not getattr(self, stage)]
+
+
+class PoolView:
+    """The pool as this gateway last saw it."""
+
+    def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._asked: asyncio.Task[list[WorkerInfo] | Unavailable] | None = None
+        self._asked_at = 0.0
+
+    async def look(self, model: str) -> Snapshot:
+        """The live workers of `model`, as of FRESH_SECONDS ago at most. Raises Unavailable when Redis does not tell."""
+        if self._asked is None or (self._asked.done() and self._clock() - self._asked_at >= FRESH_SECONDS):
+            self._asked_at = self._clock()
+            self._asked = asyncio.create_task(self._ask(), name="pdq-pool-view")
+        if not self._asked.done():
+            # Not cancelled when it takes too long: others wait for the same answer, and the client ends it by itself.
+            left = self._asked_at + WAIT_SECONDS - self._clock()
+            await asyncio.wait({self._asked}, timeout=max(left, 0.0))
+        if not self._asked.done():
+            raise Unavailable(f"Redis did not answer within {WAIT_SECONDS:g} s")
+        found = self._asked.result()
+        if isinstance(found, Unavailable):
+            raise Unavailable(found.message, retry_after=found.retry_after)
+        return Snapshot.of(found, model)
+
+    async def serving(self, model: str) -> Snapshot:
+        """As `look`, for a request that is about to be queued. Raises NoWorker when a stage has nobody."""
+        snapshot = await self.look(model)
+        if missing := snapshot.missing:
+            text = f"No live {' and no live '.join(missing)} worker serves {model!r}."
+            if snapshot.others:
+                text += f" This pool's workers serve {', '.join(map(repr, snapshot.others))}."
+            raise NoWorker(text)
+        return snapshot
+
+    async def aclose(self) -> None:
+        if self._asked is not None and not self._asked.done():
+            self._asked.cancel()
+            await asyncio.wait({self._asked})
+
+    async def _ask(self) -> list[WorkerInfo] | Unavailable:
+        """An error is a result here: nobody may be left to collect an exception."""
+        try:
+            return await self._client.workers()
+        except Unavailable as e:
+            return e

@@ -1,0 +1,128 @@
+"""A model's own tokenizer, from the files in its folder (`tokenizer.json`, `tokenizer_config.json`, chat template).
+
+Built on the `tokenizers` library alone: importing transformers' AutoTokenizer would load torch into the gateway (3 s,
+250 MB). Only a folder that has no `tokenizer.json` falls back to it. Knows nothing of models, weights or Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from pdq.chat_template import ChatTemplate
+from pdq.checkpoint import read_json, read_text
+from pdq.errors import ConfigError, InvalidRequest, ModelUnsupported
+from pdq.messages import Message
+from pdq.text import check_text
+
+
+class HFTokenizer:
+    """The tokenizer of the model in `folder` (Hugging Face layout). Thread-safe.
+
+    eos_id: the tokenizer's end-of-text token, if it names one. Raises ConfigError when files are missing or broken,
+    ModelUnsupported when the model has only a tokenizer written in Python.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = read_json(folder / "tokenizer_config.json")
+        special = {**special_tokens(read_json(folder / "special_tokens_map.json")), **special_tokens(config)}
+        self._backend = _load_backend(folder)
+        # A client's prompt must reach the model whole, whatever the file was saved with.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._template = ChatTemplate(_template_source(folder, config), special)
+        self._add_bos = _add_bos(config)
+        self._bos_id = self._id(special.get("bos_token"))
+        self.eos_id = self._id(special.get("eos_token"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's output may be wider (padding)."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        check_text("prompt", text)
+        ids = self._encode(text, special=self._add_bos is None)
+        return [self._bos_id, *ids] if self._add_bos and self._bos_id is not None else ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not messages:
+            raise InvalidRequest("messages: must not be empty", param="messages")
+        for i, m in enumerate(messages):
+            for field, value in (("role", m.role), ("content", m.content), ("name", m.name or "")):
+                check_text(f"messages.{i}.{field}", value)
+        return self._encode(self._template.render(messages), special=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _id(self, token: str | None) -> int | None:
+        found: int | None = None if token is None else self._backend.token_to_id(token)
+        return found
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... of a tokenizer_config.json: plain strings or saved AddedToken objects."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _add_bos(config: dict[str, Any]) -> bool | None:
+    """Whether prompts begin with BOS; None leaves it to tokenizer.json.
+
+    As in transformers: either key in the config overrides the file's post-processor. `add_eos_token` is left out on
+    purpose: a prompt that ends in EOS has nothing to continue.
+    """
+    if "add_bos_token" in config or "add_eos_token" in config:
+        return bool(config.get("add_bos_token", False))
+    return None
+
+
+def _load_backend(folder: Path) -> Backend:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return _load_slow(folder)
+    try:
+        return Backend.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception for every fault of the file
+        raise ConfigError(f"model: {path} is not a tokenizer: {e}") from e
+
+
+def _load_slow(folder: Path) -> Backend:
+    """For folders of older models with vocabulary files only: transformers converts them, and loads torch to do so."""
+    try:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ImportError, OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"model: no tokenizer.json in {folder}, and no other tokenizer files work: {e}") from e
+    backend = getattr(found, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise ModelUnsupported(
+            f"{folder.name}: its {type(found).__name__} exists in Python only, without tokenizer.json"
+        )
+    return backend
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, or the (default) template of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path)
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

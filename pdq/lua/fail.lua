@@ -1,0 +1,14 @@
+-- KEYS req, out, stream, dead
+-- ARGV attempt, owner, group, entry, id, stage, max_tries, delay_ms, lease_ms, event, why, ttl, dead_letters
+if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
+local tries = tonumber(redis.call('HGET', KEYS[1], 'tries'))
+if tries < tonumber(ARGV[7]) then
+  redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '')
+  -- The entry stays pending and looks `lease - delay` old, so that the reclaim of expired leases is the back-off.
+  redis.call('XCLAIM', KEYS[3], ARGV[3], ARGV[2], 0, ARGV[4], 'IDLE', ARGV[9] - ARGV[8], 'JUSTID')
+  return 'retry'
+end
+leave(KEYS[3], ARGV[3], ARGV[4])
+finish(KEYS[1], KEYS[2], ARGV[10], 'dead', ARGV[12])
+dead_letter(KEYS[4], ARGV[13], ARGV[5], ARGV[6], tries, ARGV[11])
+return 'dead'

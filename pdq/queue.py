@@ -1,0 +1,306 @@
+"""A stage's queue, as its workers see it: take a job, keep it, write its tokens, hand it on, end it.
+
+Sits between `worker` and the scripts. A job is taken in two steps, since Redis hands out stream entries and only the
+claim script looks at the request: XREADGROUP (new entries) or XAUTOCLAIM (entries whose owner has been silent for a
+lease), then `claim`. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from pdq import scripts
+from pdq.connection import BLOCK_SECONDS, AsyncRedis, SyncRedis
+from pdq.errors import DeadlineExceeded, LostLease, PdqError, RequestCancelled, RequestFailed
+from pdq.keys import DEAD_LETTERS, GROUP, Keys
+from pdq.messages import LANES, BadMessage, Event, Handoff, Request, Timings, decode, encode
+
+Entry = tuple[str, str, str]  # stream, entry id, request id
+
+
+def end_event(error: PdqError, index: int = 0) -> Event:
+    """The terminal event that tells a client of `error`."""
+    reason = "cancelled" if isinstance(error, RequestCancelled) else "error"
+    return Event(index, finish_reason=reason, error=error.wire())
+
+
+CANCELLED = encode(end_event(RequestCancelled("the request was cancelled")))
+EXPIRED = encode(end_event(DeadlineExceeded("the request's deadline has passed")))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A claimed request: the right to work on it while the lease holds.
+
+    visible: tokens already in the reply stream. remaining: seconds to the deadline. timings: so far.
+    claimed_ms: server time of the claim.
+    """
+
+    id: str
+    stream: str
+    entry: str
+    attempt: int
+    owner: str
+    request: Request
+    handoff: Handoff | None
+    visible: int
+    remaining: float
+    claimed_ms: int
+    timings: Timings
+    requeues: int
+
+    def fence(self) -> tuple[int, str, str, str]:
+        """The leading arguments of the fenced scripts: attempt, owner, group, entry."""
+        return (self.attempt, self.owner, GROUP, self.entry)
+
+
+class Queue:
+    """The queue of one stage ("prefill" or "decode") for one worker.
+
+    redis: a command client; waiting: a blocking client. result_ttl: seconds a finished request stays readable.
+    """
+
+    def __init__(
+        self,
+        redis: AsyncRedis,
+        waiting: AsyncRedis,
+        *,
+        keys: Keys,
+        stage: str,
+        owner: str,
+        lease_seconds: float,
+        max_attempts: int,
+        result_ttl: float,
+    ) -> None:
+        self._redis = redis
+        self._waiting = waiting
+        self.keys = keys
+        self.stage = stage
+        self.owner = owner
+        self.streams = [keys.prefill(lane) for lane in LANES] if stage == "prefill" else [keys.decode]
+        self._lease_ms = int(lease_seconds * 1000)
+        self._max_attempts = max_attempts
+        self._ttl_ms = int(result_ttl * 1000)
+        self._dead_event = encode(
+            end_event(RequestFailed(f"{stage} was tried {max_attempts} times; the worker died each time"))
+        )
+        self._cursor = dict.fromkeys(self.streams, "0-0")
+
+    async def make_groups(self) -> None:
+        """Make streams and groups where they are missing; a group starts at 0, so that it sees what is queued."""
+        for stream in self.streams:
+            try:
+                await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as e:
+                if "BUSYGROUP" not in str(e):
+                    raise
+
+    async def read(self, count: int, wait: float) -> list[Entry]:
+        """New entries: the best lane's first, else wait up to `wait` seconds (at most BLOCK_SECONDS) for any.
+
+        At most `count` from one stream. Raises RedisError; a NOGROUP answer makes the groups again and reads nothing.
+        An entry whose delivery was lost on the way is ours without our knowing; `reclaim` finds it a lease later.
+        """
+        try:
+            if len(self.streams) > 1:
+                for stream in self.streams:
+                    if found := _entries(await self._read({stream: ">"}, count, None)):
+                        return found
+            block = int(min(wait, BLOCK_SECONDS) * 1000)
+            return _entries(await self._read(dict.fromkeys(self.streams, ">"), count, max(block, 1)))
+        except ResponseError as e:
+            if not _no_group(e):
+                raise
+            await self.make_groups()
+            return []
+
+    async def _read(self, streams: dict[str, str], count: int, block: int | None) -> Any:
+        client = self._redis if block is None else self._waiting
+        return await client.xreadgroup(GROUP, self.owner, streams, count=count, block=block)  # type: ignore[arg-type]
+
+    async def reclaim(self, count: int) -> list[Entry]:
+        """Up to `count` entries whose owner has not renewed for a lease; a bounded look at each stream."""
+        found: list[Entry] = []
+        for stream in self.streams:
+            if len(found) >= count:
+                break
+            try:
+                reply = await self._redis.xautoclaim(
+                    stream, GROUP, self.owner, self._lease_ms, self._cursor[stream], count=count - len(found)
+                )
+            except ResponseError as e:
+                if not _no_group(e):
+                    raise
+                await self.make_groups()
+                continue
+            self._cursor[stream] = _text(reply[0])
+            found += _entries([[stream, reply[1]]])
+        return found
+
+    async def claim(self, entry: Entry) -> Job | None:
+        """Become the owner of the entry's request. None if there is nothing to do: it ended, or somebody else has it.
+
+        A request whose message cannot be read is failed for good; of a *newer* version it is left to newer workers.
+        """
+        stream, entry_id, request_id = entry
+        keys = self.keys
+        reply = await scripts.claim(
+            [keys.request(request_id), keys.out(request_id), stream, keys.dead],
+            *(GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts, self._ttl_ms, DEAD_LETTERS),
+            *(CANCELLED, EXPIRED, self._dead_event),
+        ).run(self._redis)
+        if reply[0] != b"ok":
+            return None
+        attempt, message, handoff, visible, remaining, *times, requeues = reply[1:]
+        try:
+            request = decode(Request, message)
+            state = decode(Handoff, handoff) if handoff and self.stage == "decode" else None
+            if self.stage == "decode" and state is None:
+                raise BadMessage("the handoff is missing")
+        except BadMessage as e:
+            await self._refuse(stream, entry_id, request_id, int(attempt), e)
+            return None
+        return Job(
+            id=request_id, stream=stream, entry=entry_id, attempt=int(attempt), owner=self.owner, request=request,
+            handoff=state, visible=int(visible), remaining=int(remaining) / 1000, claimed_ms=int(times[3]),
+            timings=_timings(self.stage, *map(int, times)), requeues=int(requeues),
+        )  # fmt: skip
+
+    async def _refuse(self, stream: str, entry: str, request_id: str, attempt: int, why: BadMessage) -> None:
+        fence = (attempt, self.owner, GROUP, entry)
+        if why.newer:
+            await scripts.release([self.keys.request(request_id), stream], *fence, request_id).run(self._redis)
+            return
+        event = encode(end_event(RequestFailed(f"the queued request cannot be read: {why}")))
+        await self._fail(stream, request_id, fence, event, str(why), max_attempts=0)
+
+    async def write(self, writes: Sequence[tuple[Job, Event]]) -> list[str]:
+        """Make events visible, one a job, all in one round trip; a terminal event ends its request.
+
+        Per job "ok", "cancel" (written, but the client wants an end) or "lost". Raises RedisError if a write failed;
+        sending the same events again is harmless, sending the same tokens cut differently is not.
+        """
+        results = await scripts.run_many(self._redis, [self._write(job, event) for job, event in writes])
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return [_text(r) for r in results]
+
+    def _write(self, job: Job, event: Event) -> scripts.Call:
+        keys = [self.keys.request(job.id), self.keys.out(job.id)]
+        span = (event.index, event.index + len(event.token_ids), encode(event))
+        if event.finish_reason is None:
+            return scripts.append(keys, job.attempt, job.owner, *span)
+        return scripts.finish([*keys, job.stream], *job.fence(), *span, event.finish_reason, self._ttl_ms)
+
+    async def emitted(self, job: Job) -> list[int]:
+        """The tokens an earlier attempt or stage made visible. Raises BadMessage if they are not there any more."""
+        tokens: list[int] = []
+        after = "-"
+        while len(tokens) < job.visible:
+            found: Any = await self._redis.xrange(self.keys.out(job.id), min=after, count=256)
+            if not found:
+                break
+            for entry, data in found:
+                tokens += decode(Event, data[b"e"]).token_ids
+                after = "(" + _text(entry)
+        if len(tokens) != job.visible:
+            raise BadMessage(f"{job.visible} tokens are visible, {len(tokens)} were found")
+        return tokens
+
+    async def hand_off(self, job: Job, handoff: Handoff) -> None:
+        """Put the request into the decode stage. Raises LostLease, RequestCancelled."""
+        keys = [self.keys.request(job.id), job.stream, self.keys.decode]
+        await self._transition(scripts.handoff(keys, *job.fence(), job.id, encode(handoff)))
+
+    async def end(self, job: Job, error: PdqError) -> None:
+        """End the request with an error that no retry would change. Raises LostLease."""
+        (verdict,) = await self.write([(job, end_event(error))])
+        _check(verdict)
+
+    async def fail(self, job: Job, why: str, delay: float = 0.5) -> str:
+        """The attempt failed: try again after about `delay` seconds, or dead-letter it ("retry", "dead")."""
+        event = encode(end_event(RequestFailed(f"{self.stage} failed: {why}")))
+        return await self._fail(job.stream, job.id, job.fence(), event, why, self._max_attempts, delay)
+
+    async def _fail(
+        self,
+        stream: str,
+        request_id: str,
+        fence: tuple[int, str, str, str],
+        event: bytes,
+        why: str,
+        max_attempts: int,
+        delay: float = 0.5,
+    ) -> str:
+        delay_ms = min(int(delay * 1000), self._lease_ms)
+        call = scripts.fail(
+            [self.keys.request(request_id), self.keys.out(request_id), stream, self.keys.dead],
+            *(*fence, request_id, self.stage, max_attempts, delay_ms, self._lease_ms),
+            *(event, why[:500], self._ttl_ms, DEAD_LETTERS),
+        )
+        return await self._transition(call)
+
+    async def release(self, job: Job) -> None:
+        """Give the job back at once, without charging the attempt (drain). Raises LostLease."""
+        await self._transition(scripts.release([self.keys.request(job.id), job.stream], *job.fence(), job.id))
+
+    async def requeue(self, job: Job, most: int = 1) -> bool:
+        """Send a decode job back to prefill since its KV is gone; False if that happened `most` times before."""
+        keys = [self.keys.request(job.id), job.stream, self.keys.prefill(job.request.lane)]
+        return await self._transition(scripts.requeue(keys, *job.fence(), job.id, most)) == "ok"
+
+    async def leave(self) -> None:
+        """Remove this worker's consumers, as far as nothing is pending for them."""
+        await scripts.leave_group(self.streams, GROUP, self.owner).run(self._redis)
+
+    async def _transition(self, call: scripts.Call) -> str:
+        return _check(_text(await call.run(self._redis)))
+
+
+def _check(verdict: str) -> str:
+    if verdict == "lost":
+        raise LostLease("the job belongs to another attempt")
+    if verdict == "cancel":
+        raise RequestCancelled("the request was cancelled")
+    if verdict == "gap":
+        raise LostLease("the reply stream is not where this attempt left it")
+    return verdict
+
+
+def renew(redis: SyncRedis, keys: Keys, job: Job) -> str:
+    """Keep the job for another lease, from the lease thread: "ok", "cancel", "expired", "lost". Raises RedisError."""
+    return _text(scripts.renew([keys.request(job.id), job.stream], *job.fence()).run_sync(redis))
+
+
+def _no_group(error: ResponseError) -> bool:
+    """Is a stream or its group missing? The second wording is fakeredis'."""
+    return "NOGROUP" in str(error) or "requires the key to exist" in str(error)
+
+
+def _timings(stage: str, submitted: int, prefill: int, handoff: int, now: int) -> Timings:
+    queue = max(prefill - submitted, 0)
+    if stage == "prefill":
+        return Timings(queue_ms=max(now - submitted, 0))
+    return Timings(queue_ms=queue, prefill_ms=max(handoff - prefill, 0), handoff_ms=max(now - handoff, 0))
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _entries(reply: Any) -> list[Entry]:
+    """A stream read's reply as entries; empty replies come as None, [] or {} by protocol and server version.
+
+    XAUTOCLAIM before Redis 7 answers deleted entries as nil.
+    """
+    return [
+        (_text(stream), _text(entry), _text(data[b"id"]))
+        for stream, found in reply or []
+        for entry, data in (e for e in found if e and e[0])
+        if data and b"id" in data
+    ]

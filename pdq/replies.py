@@ -1,0 +1,173 @@
+"""Reads many reply streams over one connection, and wakes whoever waits for each.
+
+One task blocks in a single XREAD over all open streams plus a private wake stream, to which a line is added when the
+set of streams changes. A reader starts after any position and sees every later event once, in order: entry ids are
+`0-<tokens visible>` and the terminal `1-0`. No torch, no aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from pdq.connection import BLOCK_SECONDS, AsyncRedis, RedisError
+from pdq.errors import PdqError, RequestFailed, Unavailable
+from pdq.keys import Keys
+from pdq.messages import BadMessage, Event, decode
+
+log = logging.getLogger(__name__)
+
+READ_COUNT = 256  # events of one stream in one reply: a late reader of a long answer must not get it all at once
+OUTAGE_SECONDS = 15.0  # Redis away for longer ends the waiting with Unavailable
+_WAKE_TTL_MS = 3_600_000
+
+
+class Subscription:
+    """The events of one request from a position on. Close it, or use it up to the terminal event."""
+
+    def __init__(self, hub: ReplyHub, request_id: str, after: int) -> None:
+        self.request_id = request_id
+        self.last_id = f"0-{after}"
+        self._hub = hub
+        self._events: deque[Event | PdqError] = deque()
+        self._ready = asyncio.Event()
+
+    async def get(self, timeout: float) -> Event | None:
+        """The next event, or None when none came within `timeout` seconds. Raises Unavailable in an outage."""
+        if not self._events:
+            self._ready.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), timeout)
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        if isinstance(event, PdqError):
+            raise event
+        return event
+
+    def close(self) -> None:
+        self._hub.forget(self)
+
+    def put(self, item: Event | PdqError) -> None:
+        """Called by the hub."""
+        self._events.append(item)
+        self._ready.set()
+
+
+class ReplyHub:
+    """The one reader of a process. redis: a command client; waiting: a blocking client of its own."""
+
+    def __init__(self, redis: AsyncRedis, waiting: AsyncRedis, keys: Keys) -> None:
+        self._redis = redis
+        self._waiting = waiting
+        self._keys = keys
+        self._open: dict[str, list[Subscription]] = {}
+        self._wake_key = keys.wake(uuid.uuid4().hex)
+        self._wake_id = "0-0"
+        self._task: asyncio.Task[None] | None = None
+        self._reading = False
+        self._outage: float | None = None
+
+    async def subscribe(self, request_id: str, after: int = 0) -> Subscription:
+        """Start reading the request's events after the first `after` tokens. Raises Unavailable."""
+        sub = Subscription(self, request_id, after)
+        self._open.setdefault(self._keys.out(request_id), []).append(sub)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._pump(), name="pdq-replies")
+        elif self._reading:
+            await self._wake()
+        return sub
+
+    def forget(self, sub: Subscription) -> None:
+        key = self._keys.out(sub.request_id)
+        subs = self._open.get(key, [])
+        if sub in subs:
+            subs.remove(sub)
+        if not subs:
+            self._open.pop(key, None)
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        with suppress(RedisError):
+            await self._redis.delete(self._wake_key)
+
+    async def _wake(self) -> None:
+        """End the current XREAD. The stream keeps the line, so it is seen also by a read that starts only now."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xadd(self._wake_key, {"w": "1"}, maxlen=1, approximate=False)
+        pipe.pexpire(self._wake_key, _WAKE_TTL_MS)
+        try:
+            await pipe.execute()
+        except RedisError as e:
+            log.warning("cannot wake the reply reader: %s", e)  # it looks again after BLOCK_SECONDS at the latest
+
+    async def _pump(self) -> None:
+        delay = 0.05
+        while self._open:
+            try:
+                reply = await self._read()
+            except RedisError as e:
+                self._reading = False
+                self._on_outage(e)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 1.0)
+                continue
+            self._outage, delay = None, 0.05
+            for stream, entries in reply or []:
+                self._deliver(stream.decode(), entries)
+
+    async def _read(self) -> Any:
+        # Several readers of one request may stand at different places; read from the earliest, deliver what is new.
+        streams = {key: min((s.last_id for s in subs), key=_order) for key, subs in self._open.items()}
+        streams[self._wake_key] = self._wake_id
+        self._reading = True
+        try:
+            return await self._waiting.xread(
+                streams,  # type: ignore[arg-type]
+                count=READ_COUNT,
+                block=int(BLOCK_SECONDS * 1000),
+            )
+        finally:
+            self._reading = False
+
+    def _deliver(self, key: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        if key == self._wake_key:
+            self._wake_id = entries[-1][0].decode()
+            return
+        for raw_id, data in entries:
+            entry_id = raw_id.decode()
+            item: Event | PdqError
+            try:
+                item = decode(Event, data[b"e"])
+            except (BadMessage, KeyError) as e:
+                item = RequestFailed(f"the reply cannot be read: {e}")
+            for sub in list(self._open.get(key, ())):
+                if _order(entry_id) > _order(sub.last_id):
+                    sub.last_id = entry_id
+                    sub.put(item)
+                    if isinstance(item, PdqError) or item.terminal:
+                        self.forget(sub)
+
+    def _on_outage(self, error: RedisError) -> None:
+        now = time.monotonic()
+        if self._outage is None:
+            self._outage = now
+            log.warning("Redis does not answer the reply reader: %s", error)
+        if now - self._outage >= OUTAGE_SECONDS:
+            gone = Unavailable(f"Redis has been away for {OUTAGE_SECONDS:g} s: {error}", retry_after=5.0)
+            for sub in [s for subs in self._open.values() for s in subs]:
+                sub.put(gone)
+                self.forget(sub)
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    first, _, second = entry_id.partition("-")
+    return int(first), int(second)

@@ -1,0 +1,96 @@
+"""Runs the Lua scripts in `lua/`: every state transition of a request is one of them, atomic and idempotent.
+
+A request is at every moment in exactly one place: queued or running in one stage, or done. Running work is fenced: the
+claim raises `attempt`, and renew, append, handoff, finish, fail, release and requeue do nothing unless attempt and
+owner are the current ones ("lost"). The contract of each script stands at its head; queue.py and client.py give them
+types. Sent again after a lost reply, each answers as it did the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from redis.exceptions import NoScriptError
+
+from pdq.connection import AsyncRedis, SyncRedis
+
+Arg = str | bytes | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One invocation of a script: what to run on which keys with which arguments."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[Arg]
+
+    def _evalsha(self) -> tuple[Any, ...]:
+        return (self.script.sha, len(self.keys), *self.keys, *self.args)
+
+    def _eval(self) -> tuple[Any, ...]:
+        return (self.script.text, len(self.keys), *self.keys, *self.args)
+
+    async def run(self, redis: AsyncRedis) -> Any:
+        """Run it; the script is sent along if the server does not know it yet (a restart forgets it)."""
+        try:
+            return await redis.evalsha(*self._evalsha())
+        except NoScriptError:
+            return await redis.eval(*self._eval())
+
+    def run_sync(self, redis: SyncRedis) -> Any:
+        """The same from a thread."""
+        try:
+            return redis.evalsha(*self._evalsha())
+        except NoScriptError:
+            return redis.eval(*self._eval())
+
+
+class Script:
+    """One file of `lua/`, with `common.lua` before it."""
+
+    __slots__ = ("sha", "text")
+
+    def __init__(self, name: str) -> None:
+        folder = files("pdq") / "lua"
+        self.text = (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(self, keys: Sequence[str], *args: Arg) -> Call:
+        return Call(self, keys, args)
+
+
+submit = Script("submit")
+claim = Script("claim")
+renew = Script("renew")
+append = Script("append")
+handoff = Script("handoff")
+finish = Script("finish")
+fail = Script("fail")
+release = Script("release")
+requeue = Script("requeue")
+cancel = Script("cancel")
+leave_group = Script("leave_group")
+
+
+async def run_many(redis: AsyncRedis, calls: Sequence[Call]) -> list[Any]:
+    """Run several calls in one round trip. An entry of the result is an exception where its call failed."""
+    results = await _pipeline(redis, [c._evalsha() for c in calls], "evalsha")
+    unknown = [i for i, r in enumerate(results) if isinstance(r, NoScriptError)]
+    if unknown:
+        again = await _pipeline(redis, [calls[i]._eval() for i in unknown], "eval")
+        for i, result in zip(unknown, again, strict=True):
+            results[i] = result
+    return results
+
+
+async def _pipeline(redis: AsyncRedis, commands: Sequence[tuple[Any, ...]], verb: str) -> list[Any]:
+    pipe = redis.pipeline(transaction=False)
+    for c in commands:
+        getattr(pipe, verb)(*c)
+    results: list[Any] = await pipe.execute(raise_on_error=False)
+    return results

@@ -1,0 +1,254 @@
+"""`pdq serve`: one model on one machine as a tree of processes.
+
+    pdq serve ─┬─ valkey          unless --redis-url is given (embedded.py)
+               ├─ gateway         python -m pdq.gateway
+               ├─ prefill-1 ...   python -m pdq.workers.prefill
+               └─ decode-1 ...    python -m pdq.workers.decode
+
+Decides what runs, with which settings and how many threads, waits until requests can be answered, and takes all down in
+the order that loses nothing: first the gateway, which takes no more requests and ends those it has, then the workers,
+Valkey last. The children are kept alive by supervisor.py. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pdq import embedded, machine
+from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, WorkerSettings, cache_folder
+from pdq.errors import ConfigError, Unavailable
+from pdq.health import Answer, get, url
+from pdq.screen import Screen
+from pdq.supervisor import WRONG_SETTING, Output, Program, Restarts, Supervisor, ending, sentence, spawn
+
+T = TypeVar("T")
+KILLED = 130
+MEMORY_SHARE = 4  # the embedded Valkey gets one in this many bytes
+_MARGIN_SECONDS = 5.0  # a child that drains by its own clock gets this much more before it is killed
+_VALKEY_SECONDS = 30.0  # to write what is left of its file
+_POLL_SECONDS = 0.2
+_FIND_MODEL = """
+import json, sys
+from pdq.errors import PdqError
+from pdq.models import find_model
+try:
+    found = find_model(sys.argv[1], served_model_name=sys.argv[2] or None, say=lambda t: print(t, file=sys.stderr))
+except PdqError as e:
+    sys.exit(print(f"error: {e}", file=sys.stderr) or 2)
+print(json.dumps([str(found.folder), found.name]))
+"""
+
+
+def run(settings: ServeSettings, screen: Screen, restarts: Restarts | None = None) -> int:
+    """Serve until a signal says stop. The exit code: 0 drained, 1 a child had to be killed, 130 second signal.
+
+    Raises PdqError if it cannot start: a port in use, an unsupported model, a wrong setting.
+    """
+    return asyncio.run(_run(settings, screen, restarts))
+
+
+async def _run(settings: ServeSettings, screen: Screen, restarts: Restarts | None) -> int:
+    machine.check_port(settings.host, settings.port)
+    valkey = None
+    if not settings.redis_url:
+        memory = settings.valkey_memory_bytes or machine.memory() // MEMORY_SHARE
+        valkey = await embedded.prepare(cache_folder(), settings.pool, settings.port, memory)
+        settings = replace(settings, redis_url=valkey.url)
+    if settings.port == 0:
+        settings = replace(settings, port=machine.free_port(settings.host))
+    supervisor = Supervisor(screen.say, restarts)
+    try:
+        return await _until_stopped(Pool(settings, valkey, supervisor, screen), supervisor, screen)
+    finally:
+        screen.progress("")
+        await supervisor.kill()
+        if valkey:
+            valkey.release()
+
+
+async def _until_stopped(pool: Pool, supervisor: Supervisor, screen: Screen) -> int:
+    first, second = _stop_signals()
+    up, stop = asyncio.create_task(pool.up()), asyncio.create_task(first.wait())
+    await asyncio.wait({up, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if up.done() and (error := up.exception()):
+        stop.cancel()
+        await pool.down(seconds=1.0)
+        raise error
+    await stop
+    up.cancel()
+    await asyncio.wait({up})
+    screen.progress("")
+    screen.say("pdq", "finishing what runs; Ctrl-C again to kill it")
+    down, again = asyncio.create_task(pool.down(pool.settings.drain_seconds)), asyncio.create_task(second.wait())
+    await asyncio.wait({down, again}, return_when=asyncio.FIRST_COMPLETED)
+    if again.done():
+        await supervisor.kill()
+        await down
+        return KILLED
+    again.cancel()
+    return 0 if down.result() else 1
+
+
+def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by any further SIGINT, SIGTERM or SIGHUP."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def count() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            asyncio.get_running_loop().add_signal_handler(number, count)
+    return first, second
+
+
+class Pool:
+    """The processes of one `pdq serve`; `settings` are complete: Redis, port, and after `up` the model's folder."""
+
+    def __init__(
+        self, settings: ServeSettings, valkey: embedded.Embedded | None, supervisor: Supervisor, screen: Screen
+    ) -> None:
+        self.settings = settings
+        self._valkey = valkey
+        self._supervisor = supervisor
+        self._screen = screen
+        self._cores = machine.cores()
+        self._workers: list[Program] = []
+
+    async def up(self) -> None:
+        """Start everything; returns when requests are answered and the banner is out. Raises PdqError."""
+        if self._valkey:
+            self._supervisor.start(self._valkey.program())
+            await self._or_failure(self._valkey.ready())
+        if self.settings.engine == "torch":
+            self._screen.progress(f"looking for the model {self.settings.model}")
+            self.settings = await find_model(self.settings, self._screen)
+        self._workers = worker_programs(self.settings, self._cores)
+        for program in (gateway_program(self.settings), *self._workers):
+            self._supervisor.start(program)
+        model = await self._or_failure(self._ready())
+        self._supervisor.settled = True
+        self._screen.progress("")
+        self._screen.banner("pdq is ready", banner(self.settings, model, self._cores))
+
+    async def down(self, seconds: float) -> bool:
+        """Stop everything in order; True if nothing had to be killed."""
+        patience = seconds + _MARGIN_SECONDS
+        ended = [await self._supervisor.stop("gateway", patience)]
+        ended += await asyncio.gather(*(self._supervisor.stop(w.name, patience) for w in self._workers))
+        ended += [await self._supervisor.stop("valkey", _VALKEY_SECONDS)]
+        return all(ended)
+
+    async def _ready(self) -> dict[str, Any]:
+        """Wait for the gateway's /ready; the entry of /v1/models."""
+        address = (self.settings.host, self.settings.port)
+        while True:
+            ready = await asyncio.to_thread(get, *address, "/ready")
+            if ready is not None and ready.status == 200:
+                models = await asyncio.to_thread(get, *address, "/v1/models")
+                if models is not None and models.body.get("data"):
+                    return dict(models.body["data"][0])
+            self._screen.progress(f"loading: {_missing(ready)}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _or_failure(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or the error of a child that cannot start."""
+        task, failed = asyncio.create_task(work), self._supervisor.failed
+        either: set[asyncio.Future[Any]] = {task, failed}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+
+async def find_model(settings: ServeSettings, screen: Screen) -> ServeSettings:
+    """`settings` with the model as a folder and the name clients use; fetched and converted first if need be.
+
+    Done once and in a process of its own: converting needs torch, and its memory goes with it. Raises ConfigError.
+    """
+    command = (sys.executable, "-c", _FIND_MODEL, settings.model, settings.served_model_name or "")
+    program = Program(name="model", argv=command, env=settings.environ_of_child())
+    output = Output(screen.progress)
+    async with output.pipe() as write:
+        process = await spawn(program, stdout=asyncio.subprocess.PIPE, stderr=write)
+    try:
+        found, _ = await process.communicate()
+        code = await process.wait()
+        await output.rest()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code == 0:
+        folder, name = json.loads(found)
+        return replace(settings, model=folder, served_model_name=name)
+    text = sentence(output.last) or f"looking for the model {ending(code)}"
+    raise ConfigError(text) if code == WRONG_SETTING else Unavailable(text)
+
+
+def gateway_program(settings: ServeSettings) -> Program:
+    env = settings.part(GatewaySettings).environ_of_child()
+    return Program(name="gateway", argv=(sys.executable, "-m", "pdq.gateway"), env=env | {"PYTHONUNBUFFERED": "1"})
+
+
+def worker_programs(settings: ServeSettings, cores: int) -> list[Program]:
+    """Prefill workers, then decode workers; without --threads they share the cores."""
+    threads = worker_threads(settings, cores)
+    prefill = [_worker(settings.part(PrefillSettings), "prefill", i + 1, threads[i]) for i in range(settings.prefill)]
+    rest = threads[settings.prefill :]
+    return prefill + [_worker(settings.part(DecodeSettings), "decode", i + 1, n) for i, n in enumerate(rest)]
+
+
+def worker_threads(settings: ServeSettings, cores: int) -> list[int]:
+    """Threads of the prefill workers, then of the decode workers."""
+    workers = settings.prefill + settings.decode
+    return [settings.threads] * workers if settings.threads else machine.divide(cores, workers)
+
+
+def _worker(settings: WorkerSettings, stage: str, number: int, threads: int) -> Program:
+    name = f"{stage}-{number}"
+    own = replace(settings, threads=threads, name=settings.name and f"{settings.name}-{name}")
+    # OpenMP threads of two processes that spin for each other's cores cost a factor of 70; they must sleep instead.
+    openmp = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    env = own.environ_of_child() | openmp | {"KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1"}
+    return Program(name=name, argv=(sys.executable, "-m", f"pdq.workers.{stage}"), env=env)
+
+
+def banner(settings: ServeSettings, model: dict[str, Any], cores: int) -> list[tuple[str, str]]:
+    """Rows of the banner; `model` is an entry of /v1/models."""
+    body = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    address = url(settings.host, settings.port)
+    curl = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return [
+        ("URL", f"{address}/v1"),
+        ("model", str(model["id"])),
+        ("context", f"{model.get('max_model_len', '?')} tokens"),
+        ("Redis", settings.redis_url),
+        ("workers", _worker_text(settings, cores)),
+        ("try", curl),
+    ]
+
+
+def _worker_text(settings: ServeSettings, cores: int) -> str:
+    threads = worker_threads(settings, cores)
+    parts = []
+    for stage, some in (("prefill", threads[: settings.prefill]), ("decode", threads[settings.prefill :])):
+        counts = str(some[0]) if min(some) == max(some) else f"{min(some)}-{max(some)}"
+        parts.append(f"{len(some)} {stage} x {counts} thread{'s' if counts != '1' else ''}")
+    over = f" (more than the {cores} cores: expect them to slow each other)" if sum(threads) > cores else ""
+    return ", ".join(parts) + over
+
+
+def _missing(ready: Answer | None) -> str:
+    """What /ready says is not there yet."""
+    return "gateway" if ready is None else ", ".join(map(str, ready.body.get("missing", ["gateway"])))

@@ -1,0 +1,147 @@
+"""Makes a `Request` from what a caller passed: every mistake is an InvalidRequest that names the field.
+
+The SDK, the gateway and (again, cheaply) the workers rest on the same checks.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from pdq.errors import InvalidRequest
+from pdq.messages import LANES, Message, Request, SamplingParams
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_ID_CHARS = 128
+MAX_SEED = 2**63 - 1
+
+# name: (lowest, highest, is the lowest itself allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 2.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "top_k": (0, 2**31 - 1, True),
+    "seed": (-(2**63), MAX_SEED, True),
+    "max_tokens": (1, 2**31 - 1, True),
+}
+_INTEGERS = {"top_k", "seed", "max_tokens"}
+
+
+def make_request(
+    *,
+    id: str,  # noqa: A002
+    prompt: str | None,
+    messages: Sequence[Message | Mapping[str, Any]] | None,
+    token_ids: Sequence[int] | None,
+    model: str,
+    lane: str,
+    timeout: float,
+    tenant: str,
+    sampling: Mapping[str, Any],
+) -> Request:
+    """A checked request. Raises InvalidRequest."""
+    for name, value in (("id", id), ("model", model), ("tenant", tenant)):
+        _text(name, value)
+    if not 0 < len(id) <= MAX_ID_CHARS or not id.isascii() or not id.isprintable() or set(id) & set("{} "):
+        raise _wrong("id", f"1 to {MAX_ID_CHARS} printable ASCII characters other than space and braces are allowed")
+    if lane not in LANES:
+        raise _wrong("lane", f"one of {', '.join(LANES)} is wanted, got {lane!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86400 * 7:
+        raise _wrong("timeout", f"seconds above 0 and at most a week are allowed, got {timeout!r}")
+    if sum(x is not None for x in (prompt, messages, token_ids)) != 1:
+        raise _wrong("prompt", "exactly one of prompt, messages and token_ids is wanted")
+    if prompt is not None:
+        _text("prompt", prompt)
+        if not prompt:
+            raise _wrong("prompt", "must not be empty")
+    return Request(
+        id=id, sampling=make_sampling(sampling), prompt=prompt, messages=_messages(messages),
+        token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout), tenant=tenant,
+    )  # fmt: skip
+
+
+def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """Checked parameters; no seed (or None) draws one. Raises InvalidRequest."""
+    known = {f.name for f in fields(SamplingParams)}
+    if unknown := sorted(set(given) - known):
+        raise _wrong(unknown[0], "unknown option")
+    values = {k: v for k, v in given.items() if v is not None}
+    for name in _RANGES.keys() & values.keys():
+        values[name] = _number(name, values[name])
+    if not isinstance(values.get("ignore_eos", False), bool):
+        raise _wrong("ignore_eos", "true or false is wanted")
+    values["stop"] = _stops(values.get("stop", ()))
+    values.setdefault("seed", secrets.randbits(63))
+    return SamplingParams(**values)
+
+
+def _number(name: str, value: Any) -> float:
+    low, high, closed = _RANGES[name]
+    wanted = int if name in _INTEGERS else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted) or not math.isfinite(value):
+        raise _wrong(name, f"{'an integer' if name in _INTEGERS else 'a number'} is wanted, got {value!r}")
+    if value > high or value < low or (value == low and not closed):
+        raise _wrong(name, f"must be {'at least' if closed else 'above'} {low} and at most {high}, got {value!r}")
+    return value if name in _INTEGERS else float(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
+        raise _wrong("stop", f"a string or at most {MAX_STOPS} strings are wanted")
+    for s in stops:
+        _text("stop", s)
+        if not 0 < len(s) <= MAX_STOP_CHARS:
+            raise _wrong("stop", f"1 to {MAX_STOP_CHARS} characters are allowed in a stop string")
+    return tuple(stops)
+
+
+def _messages(value: Sequence[Message | Mapping[str, Any]] | None) -> tuple[Message, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise _wrong("messages", "a list of at least one message is wanted")
+    return tuple(_message(f"messages.{i}", m) for i, m in enumerate(value))
+
+
+def _message(where: str, value: Any) -> Message:
+    if isinstance(value, Message):
+        value = {"role": value.role, "content": value.content, "name": value.name}
+    if not isinstance(value, Mapping):
+        raise _wrong(where, "an object with role and content is wanted")
+    if unknown := sorted(map(str, set(value) - {"role", "content", "name"})):
+        raise _wrong(f"{where}.{unknown[0]}", "unknown field")
+    for name in ("role", "content"):
+        _text(f"{where}.{name}", value.get(name))
+    if not value["role"]:
+        raise _wrong(f"{where}.role", "must not be empty")
+    if value.get("name") is not None:
+        _text(f"{where}.name", value["name"])
+    return Message(value["role"], value["content"], value.get("name"))
+
+
+def _token_ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise _wrong("token_ids", "a list of at least one token id is wanted")
+    if not all(type(t) is int and 0 <= t < 2**31 for t in value):
+        raise _wrong("token_ids", "token ids are integers of at least 0")
+    return tuple(value)
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, f"a string is wanted, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise _wrong(name, "holds half of a surrogate pair, which is no text") from e
+
+
+def _wrong(name: str, text: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {text}", param=name)

@@ -1,0 +1,250 @@
+"""What both worker programs share: the claim loop, heartbeats, cancel hints, drain.
+
+A stage is a `Stage`: it says how many more jobs it can take and works on one. The worker turns each way a job can end
+into exactly one transition: done by the stage, an error event, another attempt, or nothing at all (the job is somebody
+else's, or Redis is away and the lease will lapse). No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pdq import connection
+from pdq.config import WorkerSettings
+from pdq.connection import RedisError
+from pdq.errors import LostLease, PdqError
+from pdq.keys import Keys
+from pdq.lease import Leases, Running
+from pdq.messages import WorkerInfo, encode
+from pdq.queue import Entry, Job, Queue
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BEAT_SECONDS = 2.0
+BEAT_TTL_MS = 10_000
+STALE_MS = 60_000
+READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
+RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
+
+
+class Stage(Protocol):
+    """The work of one stage. capacity: jobs it can have in work at once, now."""
+
+    name: str
+
+    @property
+    def capacity(self) -> int: ...
+
+    async def work(self, running: Running) -> None:
+        """Carry the job through this stage: hand it off or end it. Errors are the worker's to turn into transitions."""
+        ...
+
+    async def serve(self) -> None:
+        """Whatever must go on beside the jobs (a batch loop); cancelled at the end, an exception ends the worker."""
+        ...
+
+    def counters(self) -> Counter[str]: ...
+
+
+class Worker:
+    """One worker process of one stage. model: the served name, for heartbeats."""
+
+    def __init__(self, settings: WorkerSettings, stage_name: str, *, model: str, fingerprint: bytes, context: int):
+        self.settings = settings
+        self.keys = Keys(settings.pool)
+        self.name = settings.name or f"{stage_name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.model = model
+        self._fingerprint, self._context = fingerprint, context
+        self._redis = connection.command(settings.redis_url)
+        self._waiting = connection.blocking(settings.redis_url)
+        self._hints = connection.blocking(settings.redis_url)
+        self.queue = Queue(
+            self._redis, self._waiting, keys=self.keys, stage=stage_name, owner=self.name,
+            lease_seconds=settings.lease_seconds, max_attempts=settings.max_attempts, result_ttl=settings.result_ttl,
+        )  # fmt: skip
+        self._leases = Leases(connection.lease(settings.redis_url), self.keys, settings.lease_seconds)
+        self._jobs: dict[asyncio.Task[None], Running] = {}
+        self._changed = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._next_reclaim = 0.0
+        self.counters: Counter[str] = Counter()
+
+    async def run(self, stage: Stage) -> None:
+        """Work until told to stop; then drain. Raises what ended `stage.serve`."""
+        self._listen_to_signals()
+        loops = (self._claims(stage), self._beats(stage), self._cancels(), stage.serve(), self._draining.wait())
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(loop) for loop in loops]
+        with self._leases:
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                await self._drain(tasks[0])
+            finally:
+                for task in [*tasks, *self._jobs]:
+                    task.cancel()
+                await asyncio.gather(*tasks, *self._jobs, return_exceptions=True)
+        await self._close()
+
+    def more_room(self) -> None:
+        """The stage's capacity may have grown."""
+        self._changed.set()
+
+    def drain(self) -> None:
+        """Claim nothing more and finish what runs; a second call stops at once."""
+        if self._draining.is_set():
+            log.warning("%s: stopping at once", self.name)
+            os._exit(130)
+        log.info("%s: draining %d jobs", self.name, len(self._jobs))
+        self._draining.set()
+        self._changed.set()
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
+
+    async def _drain(self, claims: asyncio.Task[None]) -> None:
+        await asyncio.wait([claims], timeout=2 * READ_SECONDS + connection.COMMAND_TIMEOUT)
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=self.settings.drain_seconds)
+        for task, running in list(self._jobs.items()):
+            task.cancel()
+            await asyncio.wait([task])
+            try:
+                await self.queue.release(running.job)
+            except (LostLease, RedisError) as e:
+                log.warning("%s: cannot give back: %s", running.job.id, e)
+
+    async def _close(self) -> None:
+        try:
+            await self.queue.leave()
+            await self._redis.zrem(self.keys.workers, self.name)
+            await self._redis.delete(self.keys.worker(self.name))
+        except RedisError as e:
+            log.warning("%s: cannot sign off: %s", self.name, e)
+        for client in (self._redis, self._waiting, self._hints):
+            await client.aclose()
+
+    async def _claims(self, stage: Stage) -> None:
+        """Take jobs while there is room for them. A Redis outage is waited out."""
+        delay = 0.1
+        while not self._draining.is_set():
+            free = stage.capacity - len(self._jobs)
+            if free <= 0:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), READ_SECONDS)
+                continue
+            try:
+                for entry in await self._entries(free):
+                    job = await self.queue.claim(entry)
+                    if job is not None:
+                        self._start(stage, job)
+                delay = 0.1
+            except RedisError as e:
+                log.warning("%s: Redis does not answer: %s", self.name, e)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 2.0)
+
+    async def _entries(self, free: int) -> list[Entry]:
+        now = time.monotonic()
+        if now >= self._next_reclaim:
+            self._next_reclaim = now + min(self.settings.lease_seconds / 4, 1.0)
+            if found := await self.queue.reclaim(free):
+                log.info("%s: took over %d entries of silent workers", self.name, len(found))
+                self.counters["reclaimed"] += len(found)
+                return found
+        return await self.queue.read(free, READ_SECONDS)
+
+    def _start(self, stage: Stage, job: Job) -> None:
+        running = self._leases.add(job)
+        task = asyncio.create_task(self._job(stage, running), name=f"pdq-job-{job.id}")
+        self._jobs[task] = running
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._leases.remove(self._jobs.pop(task))
+        self._changed.set()
+
+    async def _job(self, stage: Stage, running: Running) -> None:
+        job = running.job
+        self.counters["claimed"] += 1
+        try:
+            try:
+                await stage.work(running)
+            except LostLease:
+                raise
+            except PdqError as e:
+                log.info("%s: ended: %s", job.id, e)
+                await retried(running, partial(self.queue.end, job, e))
+            except RedisError:
+                raise
+            except Exception as e:
+                log.exception("%s: attempt %d failed", job.id, job.attempt)
+                self.counters["failed"] += 1
+                await retried(running, partial(self.queue.fail, job, f"{type(e).__name__}: {e}"))
+        except LostLease as e:
+            self.counters["fenced"] += 1
+            log.warning("%s: attempt %d is not ours any more: %s", job.id, job.attempt, e)
+        except RedisError as e:
+            log.warning("%s: left to its lease, Redis does not answer: %s", job.id, e)
+
+    async def _beats(self, stage: Stage) -> None:
+        while True:
+            counters = self.counters + stage.counters()
+            info = WorkerInfo(
+                name=self.name, stage=stage.name, model=self.model, fingerprint=self._fingerprint,
+                max_model_len=self._context, state="draining" if self._draining.is_set() else "ready",
+                running=len(self._jobs), capacity=stage.capacity, counters=tuple(sorted(counters.items())),
+            )  # fmt: skip
+            try:
+                seconds, _ = await self._redis.time()
+                pipe = self._redis.pipeline(transaction=False)
+                pipe.set(self.keys.worker(self.name), encode(info), px=BEAT_TTL_MS)
+                pipe.zadd(self.keys.workers, {self.name: seconds * 1000})
+                pipe.zremrangebyscore(self.keys.workers, "-inf", seconds * 1000 - STALE_MS)
+                await pipe.execute()
+            except RedisError as e:
+                log.debug("%s: no heartbeat: %s", self.name, e)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _cancels(self) -> None:
+        """Follow the stream of cancelled ids, so that a cancel is heard before the next lease renewal."""
+        last = "$"
+        while True:
+            try:
+                reply: Any = await self._hints.xread(
+                    {self.keys.cancels: last}, block=int(connection.BLOCK_SECONDS * 1000)
+                )
+            except RedisError:
+                await asyncio.sleep(1.0)  # the flag in the request is the truth; renewals see it
+                continue
+            for _, entries in reply or []:
+                for entry, data in entries:
+                    last = entry.decode()
+                    self._leases.cancel(data[b"id"].decode())
+
+
+async def retried(running: Running, write: Callable[[], Awaitable[T]]) -> T:
+    """Do an idempotent write, again and again while Redis does not take it and the lease lasts. Raises LostLease."""
+    while True:
+        try:
+            return await write()
+        except RedisError as e:
+            log.warning("%s: Redis did not take a write, trying again: %s", running.job.id, e)
+            await asyncio.sleep(RETRY_SECONDS)
+            if running.lapsed:
+                raise LostLease("Redis was away for a lease") from e

@@ -1,0 +1,265 @@
+"""The decode worker: one batch of running completions, one token each a step.
+
+    handoff -> KV blocks and tail into a slot -> joins the batch at the next step -> tokens to the reply stream, in
+    events written at most every `flush_ms` -> terminal event
+
+Jobs join and leave at every step. The batch loop never waits for Redis: loading happens beside it, and one writer sends
+all jobs' events in a single round trip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+from pdq.blocks import KVMiss
+from pdq.config import DecodeSettings
+from pdq.connection import RedisError
+from pdq.engine.base import Segment, Slot
+from pdq.errors import PdqError, RequestFailed
+from pdq.generation import Generation, max_new_tokens
+from pdq.lease import Running
+from pdq.messages import Event, Handoff, Usage
+from pdq.program import Parts, run_program
+from pdq.worker import RETRY_SECONDS, retried
+
+log = logging.getLogger(__name__)
+
+REPLAY_CHUNK = 64  # emitted tokens recomputed in one step after a take-over, so that the others do not stutter
+
+
+class Sequence:
+    """One running completion. feed: tokens whose KV is not there yet, the last of which gives the next token."""
+
+    def __init__(self, running: Running, handoff: Handoff, slot: Slot, generation: Generation, feed: list[int]) -> None:
+        self.running = running
+        self.handoff = handoff
+        self.slot = slot
+        self.generation = generation
+        self.feed = feed
+        self.sent = generation.count  # tokens in events that were made
+        self.tokens: list[int] = []  # sampled since
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.joined = time.monotonic()
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def segment(self) -> Segment:
+        if len(self.feed) > REPLAY_CHUNK:
+            return Segment(self.slot, self.feed[:REPLAY_CHUNK])
+        return Segment(self.slot, self.feed, self.running.job.request.sampling, self.generation.count)
+
+    def advance(self, fed: int, token: int | None) -> None:
+        """Account for a forward over `fed` tokens of the feed."""
+        if fed < len(self.feed):
+            self.feed = self.feed[fed:]
+            return
+        if token is None:
+            raise RuntimeError("the model's logits are not finite")
+        step = self.generation.push(token)
+        self.tokens.append(token)
+        self.text += step.text
+        self.finish_reason = step.finish_reason
+        self.feed = [token]
+
+    def event(self) -> Event:
+        """Take what was sampled since the last event as the next one."""
+        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason)
+        if event.terminal:
+            usage = Usage(len(self.handoff.prompt), self.generation.count, self.handoff.cached_tokens)
+            timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
+            event = replace(event, usage=usage, timings=timings)
+        self.sent += len(self.tokens)
+        self.tokens, self.text = [], ""
+        return event
+
+    def end(self, error: Exception | None) -> None:
+        """Tell the job's task that this is over."""
+        if not self.outcome.done():
+            if error is None:
+                self.outcome.set_result(None)
+            else:
+                self.outcome.set_exception(error)
+
+
+class DecodeStage:
+    """The batch, its step loop and its writer."""
+
+    name = "decode"
+
+    def __init__(self, settings: DecodeSettings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._batch: list[Sequence] = []
+        self._finished: list[Sequence] = []  # out of the batch, terminal event not written yet
+        self._work_to_do = asyncio.Event()
+        self._to_write = asyncio.Event()
+        self._stepping = asyncio.Lock()
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def capacity(self) -> int:
+        """No more jobs than already run while one waits for KV memory: another worker may have room."""
+        return 0 if self._parts.slots.waiting else self._settings.max_batch
+
+    def counters(self) -> Counter[str]:
+        return self._counters + self._parts.transfer.store.counters
+
+    async def work(self, running: Running) -> None:
+        handoff = running.job.handoff
+        if handoff is None:
+            raise RequestFailed("the handoff is missing")
+        self._check_model(handoff)
+        sequence = await self._load(running, handoff)
+        if sequence is None:
+            return
+        try:
+            running.check()
+            self._batch.append(sequence)
+            self._work_to_do.set()
+            await sequence.outcome
+        finally:
+            await asyncio.shield(self._leave(sequence))
+        with suppress(RedisError):
+            await self._parts.transfer.drop_tail(handoff.tail_key)
+
+    def _check_model(self, handoff: Handoff) -> None:
+        spec = self._parts.engine.spec
+        if handoff.fingerprint != spec.fingerprint or handoff.block_size != self._settings.block_size:
+            raise RuntimeError(
+                f"the prefill worker's model {handoff.fingerprint.hex()[:16]} with blocks of {handoff.block_size} "
+                f"is not this worker's {spec.fingerprint.hex()[:16]} with blocks of {self._settings.block_size}"
+            )
+
+    async def _load(self, running: Running, handoff: Handoff) -> Sequence | None:
+        """A sequence ready to join; None if its KV is gone and it went back to prefill."""
+        job, parts = running.job, self._parts
+        emitted = await parts.worker.queue.emitted(job)
+        tokens = [*handoff.prompt, *emitted]
+        if not emitted or handoff.kv_length >= len(tokens):
+            raise RuntimeError(f"KV of {handoff.kv_length} tokens does not go with {len(tokens)} known tokens")
+        sampling, spec = job.request.sampling, parts.engine.spec
+        generation = Generation(
+            parts.tokenizer, sampling, spec.eos_ids, max_new_tokens(sampling, len(handoff.prompt), spec.max_model_len)
+        )
+        generation.replay(emitted)
+        slot = await parts.slots.open(len(handoff.prompt) + generation.max_new)
+        try:
+            running.check()
+            chain = parts.transfer.prefix(tokens[: handoff.kv_length], job.request.tenant)
+            await parts.transfer.load(slot, chain, handoff.tail_key)
+            return Sequence(running, handoff, slot, generation, tokens[handoff.kv_length :])
+        except KVMiss as miss:
+            parts.slots.close(slot)
+            await self._on_miss(running, miss)
+            return None
+        except BaseException:
+            parts.slots.close(slot)
+            raise
+
+    async def _on_miss(self, running: Running, miss: KVMiss) -> None:
+        self._counters["kv_missing"] += 1
+        queue = self._parts.worker.queue
+        if self._settings.kv_miss == "requeue" and await retried(running, lambda: queue.requeue(running.job)):
+            self._counters["kv_requeued"] += 1
+            return
+        raise RequestFailed(f"the KV of the prompt is gone ({miss.reason})")
+
+    async def _leave(self, sequence: Sequence) -> None:
+        """Out of the batch, between two steps: a slot is not closed under a running forward."""
+        async with self._stepping:
+            for group in (self._batch, self._finished):
+                if sequence in group:
+                    group.remove(sequence)
+            self._parts.slots.close(sequence.slot)
+
+    async def serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._steps())
+            group.create_task(self._writes())
+
+    async def _steps(self) -> None:
+        while True:
+            if not self._batch:
+                self._work_to_do.clear()
+                await self._work_to_do.wait()
+            async with self._stepping:
+                await self._step()
+            await asyncio.sleep(0)  # let those who wait to leave do so
+
+    async def _step(self) -> None:
+        for sequence in self._batch:
+            try:
+                sequence.running.check()
+            except PdqError as e:
+                sequence.end(e)
+        batch = self._batch = [s for s in self._batch if not s.outcome.done()]
+        segments = [s.segment() for s in batch]
+        if not segments:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            tokens = await loop.run_in_executor(self._parts.compute, self._parts.engine.forward, segments)
+        except Exception as e:
+            # Nobody knows whose fault it was: each gets another attempt, and one that does it again is dead-lettered.
+            log.exception("a step over %d sequences failed", len(batch))
+            for sequence in batch:
+                sequence.end(e)
+            return
+        self._counters.update(steps=1, tokens=len(batch))
+        for sequence, segment, token in zip(batch, segments, tokens, strict=True):
+            self._advance(sequence, len(segment.token_ids), token)
+        self._to_write.set()
+
+    def _advance(self, sequence: Sequence, fed: int, token: int | None) -> None:
+        try:
+            sequence.advance(fed, token)
+        except Exception as e:
+            log.exception("%s: its step failed", sequence.running.job.id)
+            sequence.end(e)
+            return
+        if sequence.finish_reason is not None:
+            self._batch.remove(sequence)
+            self._finished.append(sequence)
+            self._parts.slots.close(sequence.slot)
+
+    async def _writes(self) -> None:
+        while True:
+            await self._to_write.wait()
+            self._to_write.clear()
+            ready = [s for s in (*self._batch, *self._finished) if s.tokens and not s.outcome.done()]
+            await self._write([(s, s.event()) for s in ready])
+            await asyncio.sleep(self._settings.flush_ms / 1000)
+
+    async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
+        """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""
+        queue = self._parts.worker.queue
+        while writes := [(s, e) for s, e in writes if not s.outcome.done()]:
+            try:
+                verdicts = await queue.write([(s.running.job, event) for s, event in writes])
+            except RedisError:
+                await asyncio.sleep(RETRY_SECONDS)
+                for sequence, _ in writes:
+                    if sequence.running.lapsed:
+                        sequence.running.note("lost")
+                        sequence.end(sequence.running.error())
+                continue
+            for (sequence, event), verdict in zip(writes, verdicts, strict=True):
+                sequence.running.note(verdict)
+                if verdict == "lost":
+                    sequence.end(sequence.running.error())
+                elif event.terminal:
+                    sequence.end(None)
+            return
+
+
+def main() -> None:
+    run_program("decode", DecodeSettings, DecodeStage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The prefill worker: prompts in, KV blocks and first tokens out.
+
+    request -> tokens -> longest stored prefix -> chunked forward of the rest -> blocks to Redis (one chunk behind the
+    forward) -> token 0 to the reply stream -> handoff to decode
+
+A request that ends with its first token (max_tokens 1, end of text, a stop string) never sees decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from pdq import keys
+from pdq.config import PrefillSettings
+from pdq.engine.base import Segment, Slot
+from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
+from pdq.generation import Generation, max_new_tokens
+from pdq.kv_transfer import Prefix
+from pdq.lease import Running
+from pdq.messages import Event, Handoff, Request, SamplingParams, Timings, Usage
+from pdq.program import Parts, run_program
+from pdq.worker import retried
+
+T = TypeVar("T")
+JOBS = 2  # while one computes, another may still store its last blocks and hand off
+TAIL_GRACE = 60.0  # seconds a tail outlives its request's deadline
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt in work. sequence: the tokens whose KV is to be there in the end, `chain` their hashes."""
+
+    running: Running
+    tokens: list[int]
+    sequence: list[int]
+    chain: Prefix
+    slot: Slot
+    sampling: SamplingParams | None  # how to sample the token that follows; None if it is known already
+    cached: int = 0  # prompt tokens whose KV was in the store
+    storing: asyncio.Task[None] | None = None  # of the latest chunk's blocks
+
+    async def stored(self) -> None:
+        """Wait until the blocks exported so far are in the store. Raises RedisError."""
+        if self.storing is not None:
+            await self.storing
+
+
+class PrefillStage:
+    """Computes one prompt at a time."""
+
+    name = "prefill"
+
+    def __init__(self, settings: PrefillSettings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._turn = asyncio.Lock()
+        self._computed = 0  # jobs in work whose forwards are done
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def capacity(self) -> int:
+        """One job to compute, no more: a job claimed here would wait while another worker may be idle."""
+        return min(1 + self._computed, JOBS)
+
+    async def serve(self) -> None:
+        await asyncio.Event().wait()
+
+    def counters(self) -> Counter[str]:
+        return self._counters + self._parts.transfer.store.counters
+
+    async def work(self, running: Running) -> None:
+        job, parts = running.job, self._parts
+        tokens = await asyncio.to_thread(self._tokenize, job.request)
+        emitted = await parts.worker.queue.emitted(job)
+        # Emitted tokens: an earlier attempt got so far, or decode lost the KV. All but the last have KV to be made.
+        sequence = [*tokens, *emitted[:-1]]
+        chain = parts.transfer.prefix(sequence, job.request.tenant)
+        slot = await parts.slots.open(len(sequence))
+        prompt = Prompt(running, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
+        try:
+            async with self._turn:
+                started = time.monotonic()
+                token = await self._compute(prompt)
+            await self._deliver(prompt, token, replace(job.timings, prefill_ms=(time.monotonic() - started) * 1000))
+        finally:
+            if prompt.storing is not None:
+                prompt.storing.cancel()
+            parts.slots.close(slot)
+
+    async def _deliver(self, prompt: Prompt, token: int | None, timings: Timings) -> None:
+        """First token out, blocks stored, job handed on; meanwhile the next prompt may compute."""
+        self._computed += 1
+        self._parts.worker.more_room()
+        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached)
+        try:
+            ended = token is not None and await self._first_token(prompt, token, timings)
+            await prompt.stored()
+            if not ended:
+                await self._hand_off(prompt, timings)
+        finally:
+            self._computed -= 1
+
+    def _tokenize(self, request: Request) -> list[int]:
+        """The prompt's token ids, checked against the model: the SDK submits without the gateway."""
+        spec, tokenizer = self._parts.engine.spec, self._parts.tokenizer
+        if request.model and request.model != self._parts.worker.model:
+            raise ModelNotFound(f"model: this pool serves {self._parts.worker.model!r}", param="model")
+        if request.token_ids is not None:
+            tokens, field = list(request.token_ids), "token_ids"
+        elif request.messages is not None:
+            tokens, field = tokenizer.encode_chat(request.messages), "messages"
+        else:
+            tokens, field = tokenizer.encode(request.prompt or ""), "prompt"
+        if not tokens:
+            raise InvalidRequest(f"{field}: holds no tokens", param=field)
+        if max(tokens) >= spec.vocab_size or min(tokens) < 0:
+            raise InvalidRequest(f"{field}: token ids must be below {spec.vocab_size}", param=field)
+        wanted = request.sampling.max_tokens or 1
+        if len(tokens) + wanted > spec.max_model_len:
+            raise ContextTooLong(
+                f"{field}: {len(tokens)} prompt tokens and {wanted} new ones are over the context of "
+                f"{spec.max_model_len} tokens",
+                param=field,
+            )
+        return tokens
+
+    async def _compute(self, prompt: Prompt) -> int | None:
+        """Forward what the store does not have, chunk by chunk, storing chunk i while chunk i+1 computes.
+
+        The token that follows, if it is wanted. The last chunk may still be on its way to the store.
+        """
+        slot, length, transfer = prompt.slot, len(prompt.sequence), self._parts.transfer
+        found = await transfer.load_prefix(slot, prompt.chain, length - 1)
+        prompt.cached = min(found, len(prompt.tokens))
+        token: int | None = None
+        while slot.length < length:
+            prompt.running.check()
+            at = slot.length
+            chunk = prompt.sequence[at : at + self._settings.chunk_tokens]
+            segment = Segment(slot, chunk, prompt.sampling if at + len(chunk) == length else None)
+            token, blocks = await self._on_engine(partial(self._forward, segment, prompt.chain, at))
+            await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
+            first = at // self._settings.block_size * self._settings.block_size
+            prompt.storing = asyncio.create_task(transfer.publish(blocks, first))
+        if prompt.sampling is not None and token is None:
+            raise RuntimeError("the model's logits are not finite")
+        return token
+
+    def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:
+        (token,) = self._parts.engine.forward([segment])
+        return token, self._parts.transfer.export(segment.slot, chain, at, segment.slot.length)
+
+    async def _first_token(self, prompt: Prompt, token: int, timings: Timings) -> bool:
+        """Make token 0 visible; True if it also ended the request."""
+        running, spec = prompt.running, self._parts.engine.spec
+        sampling = running.job.request.sampling
+        most = max_new_tokens(sampling, len(prompt.tokens), spec.max_model_len)
+        step = Generation(self._parts.tokenizer, sampling, spec.eos_ids, most).push(token)
+        usage = Usage(len(prompt.tokens), 1, prompt.cached) if step.finish_reason else None
+        event = Event(0, (token,), step.text, step.finish_reason, usage, timings)
+        (verdict,) = await retried(running, lambda: self._parts.worker.queue.write([(running.job, event)]))
+        running.note(verdict)
+        running.check()
+        return event.terminal
+
+    async def _hand_off(self, prompt: Prompt, timings: Timings) -> None:
+        job, transfer, spec = prompt.running.job, self._parts.transfer, self._parts.engine.spec
+        tail = await self._on_engine(partial(transfer.export_tail, prompt.slot, prompt.chain))
+        key = "" if tail is None else keys.tail(job.id, job.attempt)
+        if tail is not None:
+            await transfer.publish_tail(key, tail, prompt.chain, job.remaining + TAIL_GRACE)
+        handoff = Handoff(
+            prompt=tuple(prompt.tokens), kv_length=len(prompt.sequence), fingerprint=spec.fingerprint,
+            block_size=self._settings.block_size, tail_key=key, cached_tokens=prompt.cached, timings=timings,
+        )  # fmt: skip
+        await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
+
+    async def _on_engine(self, call: partial[T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._parts.compute, call)
+
+
+def main() -> None:
+    run_program("prefill", PrefillSettings, PrefillStage)
+
+
+if __name__ == "__main__":
+    main()
