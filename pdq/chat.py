@@ -7,6 +7,7 @@ cache. Speaks the OpenAI HTTP API with the standard library alone, so any such s
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import sys
 import time
@@ -149,9 +150,10 @@ class Conversation:
 
 def run(options: Options) -> int:
     """The whole command; its exit code. Raises PdqError."""
-    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     conversation = Conversation(Server(options), options.system)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # neither odd input nor an odd answer is worth a traceback
     return _talk(conversation, options) if sys.stdin.isatty() else _answer_once(conversation, options)
 
 

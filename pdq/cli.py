@@ -3,7 +3,7 @@
 The commands are in commands.py, which needs typer and rich; this module imports neither, so that the light install
 (`pip install pdq`) can say what is missing.
 
-Exit codes: 0 fine, 1 failed, 2 a wrong setting or option, 130 interrupted.
+Exit codes: 0 fine, 1 failed, 2 a wrong setting, option or installation (trying again is no use), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A module of ours that is not there is a bug, one of others an extra that was not installed.
         ours = (e.name or "pdq").partition(".")[0] == "pdq"
         text = f"internal error: {e}" if ours else f"{e.name} is not installed: pip install 'pdq[serve]'"
-        return _failed(e, FAILED, text, words)
+        return _failed(e, FAILED if ours else WRONG, text, words)
     except Exception as e:  # noqa: BLE001  outermost: whatever it is, one line
         return _failed(e, FAILED, f"internal error: {type(e).__name__}: {e} ({DEBUG} shows where)", words)
 

@@ -23,13 +23,18 @@ class Step:
 
 
 class Generation:
-    """State of one completion. max_new: most tokens it may have (at least 1)."""
+    """State of one completion. max_new: most tokens it may have (at least 1).
 
-    __slots__ = ("_detokenizer", "_eos_ids", "_held", "_sampling", "count", "last", "max_new")
+    The deltas together are the text of the tokens up to the end or the stop string; an incomplete character at the very
+    end is left out.
+    """
+
+    __slots__ = ("_detokenizer", "_eos_ids", "_held", "_ignore_eos", "_stops", "count", "last", "max_new")
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, eos_ids: frozenset[int], max_new: int) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._sampling = sampling
+        self._stops = tuple(s for s in sampling.stop if s)  # an empty one would end every text before it begins
+        self._ignore_eos = sampling.ignore_eos
         self._eos_ids = eos_ids
         self._held = ""  # text that may be the start of a stop string
         self.max_new = max_new
@@ -40,17 +45,17 @@ class Generation:
         """Account for the next sampled token."""
         self.count += 1
         self.last = token_id
-        if token_id in self._eos_ids and not self._sampling.ignore_eos:
+        if token_id in self._eos_ids and not self._ignore_eos:
             return Step(self._flush(), "stop")
         text = self._held + self._detokenizer.push(token_id)
-        cut = _first_stop(text, self._sampling.stop)
+        cut = _first_stop(text, self._stops)
         if cut is not None:
             self._held = ""
             return Step(text[:cut], "stop")
         if self.count >= self.max_new:
             self._held = ""
             return Step(text, "length")
-        keep = _held_back(text, self._sampling.stop)
+        keep = _held_back(text, self._stops)
         self._held = text[len(text) - keep :] if keep else ""
         return Step(text[: len(text) - keep], None)
 
@@ -77,7 +82,8 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> int | None:
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest end of `text` that begins a stop string."""
-    return max(
-        (n for s in stops for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])),
-        default=0,
-    )
+    longest = 0
+    for s in stops:
+        tries = range(min(len(s) - 1, len(text)), longest, -1)
+        longest = next((n for n in tries if text.endswith(s[:n])), longest)
+    return longest

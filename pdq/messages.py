@@ -17,7 +17,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 1
+VERSION = 1  # rises with every change; appended fields included
+OLDEST_VERSION = 1  # that still decodes
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a request is bounded by the gateway's body limit, an event by its tokens
 LANES = ("high", "normal", "batch")
 
@@ -168,8 +169,11 @@ _KINDS: dict[type[Any], int] = {Request: 1, Handoff: 2, Event: 3, WorkerInfo: 4}
 
 
 def encode(message: Request | Handoff | Event | WorkerInfo) -> bytes:
-    """`message` as bytes. Raises BadMessage if it is over MAX_MESSAGE_BYTES."""
-    data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *_flat(message)], use_bin_type=True)
+    """`message` as bytes. Raises BadMessage if it is over MAX_MESSAGE_BYTES or holds what msgpack cannot."""
+    try:
+        data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *_flat(message)], use_bin_type=True)
+    except (ValueError, TypeError, OverflowError) as e:  # half a surrogate pair, an integer above 64 bits, ...
+        raise BadMessage(f"{type(message).__name__}: {e}") from e
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"{type(message).__name__} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return data
@@ -185,8 +189,8 @@ def decode(cls: type[M], data: bytes) -> M:
         raise BadMessage(f"not msgpack: {e}") from e
     if not isinstance(raw, list) or len(raw) < 2 or not all(type(x) is int for x in raw[:2]):
         raise BadMessage("not a pdq message")
-    if raw[0] != VERSION:
-        raise BadMessage(f"version {raw[0]}, expected {VERSION}", newer=raw[0] > VERSION)
+    if not OLDEST_VERSION <= raw[0] <= VERSION:
+        raise BadMessage(f"version {raw[0]}, expected {OLDEST_VERSION} to {VERSION}", newer=raw[0] > VERSION)
     if raw[1] != _KINDS[cls]:
         raise BadMessage(f"kind {raw[1]} is not {cls.__name__}")
     built = _build(cls, raw[2:], cls.__name__)

@@ -48,39 +48,72 @@ class ByteTokenizer:
     eos_id = 256
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
+        check_text("prompt", text)
+        return list(text.encode())
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not messages:
             raise InvalidRequest("messages: must not be empty", param="messages")
+        for i, m in enumerate(messages):
+            check_text(f"messages.{i}.role", m.role)
+            check_text(f"messages.{i}.content", m.content)
         return self.encode("".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(t for t in token_ids if t < 256).decode("utf-8", "replace")
 
 
+MANY_PENDING = 16  # tokens without visible text; far more than any character has, so they are no character
+CHARACTER_TOKENS = 3  # an incomplete character has at most 3 bytes, so at most 3 tokens
+
+
 class Detokenizer:
     """Text deltas from tokens pushed one at a time; never emits part of a character.
 
     Decodes a short window twice, with and without the new token, since tokens may join (a leading space, a merged
-    character) with those before them. A window starts and ends at places where the text was complete.
+    character) with those before them. A window starts and ends at places where the text was complete. It stays short
+    whatever a model emits: endless invalid bytes and endless special tokens included.
     """
 
-    __slots__ = ("_ids", "_read", "_shown", "_start", "_tokenizer")
+    __slots__ = ("_ids", "_read", "_shown", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = self._read = 0  # window: [_start, end); text of [_start, _read) is out
+        self._ids: list[int] = []  # the window
+        self._read = 0  # the text of _ids[:_read] is out
         self._shown = ""  # that text
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes, "" while a character is incomplete."""
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith("\ufffd") or len(text) <= len(self._shown):
+        many = len(self._ids) - self._read >= MANY_PENDING
+        text = self._text(len(self._ids))
+        if text.endswith("\ufffd"):
+            return self._give_up_on(text) if many else ""
+        if text == self._shown:
+            if many:
+                del self._ids[self._read :]  # special tokens: they have no text in any company
             return ""
+        return self._advance(len(self._ids), text)
+
+    def _text(self, end: int) -> str:
+        """Of the window up to `end`. Byte-fallback decoders let an invalid byte spoil the valid ones before it."""
+        text = self._tokenizer.decode(self._ids[:end])
+        if text.startswith(self._shown):
+            return text
+        return self._shown + self._tokenizer.decode(self._ids[self._read : end])
+
+    def _give_up_on(self, text: str) -> str:
+        """Show invalid bytes as the U+FFFD they are, all but those that may begin a character yet."""
+        for end in range(len(self._ids) - CHARACTER_TOKENS, self._read, -1):
+            settled = self._text(end)
+            if text.startswith(settled):
+                return self._advance(end, settled)
+        return self._advance(len(self._ids), text)
+
+    def _advance(self, end: int, text: str) -> str:
+        """Emit what `text`, of the window up to `end`, has beyond the shown; the next window starts at what was new."""
         delta = text[len(self._shown) :]
-        self._start, self._read = self._read, len(self._ids)
-        self._shown = self._tokenizer.decode(self._ids[self._start : self._read])
+        self._ids, self._read = self._ids[self._read :], end - self._read
+        self._shown = self._tokenizer.decode(self._ids[: self._read])
         return delta

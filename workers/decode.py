@@ -197,7 +197,8 @@ class DecodeStage:
                 sequence.running.check()
             except PdqError as e:
                 sequence.end(e)
-        batch = self._batch = [s for s in self._batch if not s.outcome.done()]
+        self._batch = [s for s in self._batch if not s.outcome.done()]
+        batch = list(self._batch)  # others join meanwhile
         segments = [s.segment() for s in batch]
         if not segments:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,10 @@ class Gateway:
         return min(served.max_model_len, snapshot.max_model_len or served.max_model_len)
 
     async def aclose(self) -> None:
+        """For the end of the app: handlers that were cancelled may still have requests to cancel in Redis."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self.activity.wait_idle()
         await self.background.aclose()
         await self.pool.aclose()
         self.threads.close()

@@ -19,7 +19,7 @@ from pdq.gateway.errors import Busy
 
 T = TypeVar("T")
 THREADS = max(2, min(4, os.cpu_count() or 2))
-WAITING = 64
+WAITING = 1024  # a burst of as many requests as the queue takes by default
 
 
 class TooSlow(Exception):

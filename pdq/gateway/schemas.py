@@ -223,8 +223,11 @@ _SENTENCES = {
 
 def _invalid(finding: ErrorDetails) -> InvalidRequest:
     param = ".".join(str(p) for p in finding["loc"] if not str(p).startswith("("))
-    sentence = _SENTENCES.get(finding["type"], finding["msg"].replace("{", "{{").replace("}", "}}"))
-    sentence = sentence.format(kind=_json_kind(finding["input"]), **finding.get("ctx", {}))
+    sentence = _SENTENCES.get(finding["type"])
+    if sentence is None:  # raised by a validator here, in these words
+        sentence = finding["msg"]
+    else:
+        sentence = sentence.format(kind=_json_kind(finding["input"]), **finding.get("ctx", {}))
     return InvalidRequest(f"{param} {sentence}.", param=param)
 
 

@@ -33,7 +33,12 @@ async def start(fake: FakeClient) -> AsyncIterator[Start]:
         tokenizer = options.pop("tokenizer", ByteTokenizer())
         context = options.pop("max_model_len", CONTEXT)
         app = create_app(
-            GatewaySettings(**options), client=fake, tokenizer=tokenizer, model_name=MODEL, max_model_len=context, **extra
+            GatewaySettings(**options),
+            client=fake,
+            tokenizer=tokenizer,
+            model_name=MODEL,
+            max_model_len=context,
+            **extra,
         )
         client = TestClient(TestServer(app))
         await client.start_server()

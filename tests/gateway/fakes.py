@@ -128,7 +128,9 @@ class RefusingTokenizer(ByteTokenizer):
         from pdq.errors import InvalidRequest
 
         if [m.role for m in messages] != ["user", "assistant"] * (len(messages) // 2) + ["user"]:
-            raise InvalidRequest("Conversation roles must alternate user/assistant/user/assistant/...", param="messages")
+            raise InvalidRequest(
+                "Conversation roles must alternate user/assistant/user/assistant/...", param="messages"
+            )
         return super().encode_chat(messages)
 
 

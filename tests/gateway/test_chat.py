@@ -108,7 +108,9 @@ async def test_an_answer_without_text_still_has_role_and_finish(http, fake):
     assert body["choices"][0]["message"]["content"] == ""
 
 
-@pytest.mark.parametrize("text", ["\x00 nul", "line\nbreak\r\n\u2028", "data: [DONE]\n\n", "\U0001f469\u200d\U0001f680", '"\\'])
+@pytest.mark.parametrize(
+    "text", ["\x00 nul", "line\nbreak\r\n\u2028", "data: [DONE]\n\n", "\U0001f469\u200d\U0001f680", '"\\']
+)
 async def test_stream_and_whole_answer_have_the_same_text(http, fake, text):
     fake.script = lambda _: spoken(list(text), 1)
     chunks = frames(await (await http.post(CHAT, json=chat(stream=True))).text())

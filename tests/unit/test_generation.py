@@ -1,0 +1,134 @@
+"""What a completion shows and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from pdq.generation import Generation, Step, max_new_tokens
+from pdq.messages import SamplingParams
+from pdq.text import ByteTokenizer
+
+EOS = ByteTokenizer.eos_id
+
+
+def generation(*stop: str, max_new: int = 100, ignore_eos: bool = False) -> Generation:
+    sampling = SamplingParams(stop=stop, ignore_eos=ignore_eos)
+    return Generation(ByteTokenizer(), sampling, frozenset({EOS}), max_new)
+
+
+def run(found: Generation, ids: bytes | list[int]) -> tuple[list[str], str | None]:
+    """The deltas up to the end, and the finish reason (None: it goes on)."""
+    deltas = []
+    for token in ids:
+        step = found.push(token)
+        deltas.append(step.text)
+        if step.finish_reason:
+            return deltas, step.finish_reason
+    return deltas, None
+
+
+def test_text_without_stops_is_shown_at_once() -> None:
+    assert run(generation(), b"abc") == (["a", "b", "c"], None)
+
+
+def test_a_stop_string_off_token_edges_cuts_the_text_before_it() -> None:
+    class Words(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return "".join(["Par", "is ", "big"][t] for t in token_ids)
+
+    found = Generation(Words(), SamplingParams(stop=("ari",)), frozenset(), 10)
+    assert [found.push(0), found.push(1)] == [Step("P", None), Step("", "stop")]
+
+
+def test_a_stop_string_spread_over_tokens_never_shows() -> None:
+    assert run(generation("ari"), b"Paris is big") == (["P", "", "", ""], "stop")
+
+
+def test_held_text_is_released_when_it_does_not_become_a_stop_string() -> None:
+    assert run(generation("abc"), b"xabxabd") == (["x", "", "", "abx", "", "", "abd"], None)
+
+
+def test_a_stop_string_that_begins_inside_a_failed_one_is_found() -> None:
+    assert run(generation("aab"), b"aaab") == (["", "", "a", ""], "stop")
+
+
+def test_the_stop_string_that_begins_first_wins() -> None:
+    assert "".join(run(generation("s b", "is"), b"Paris big")[0]) == "Par"
+    assert "".join(run(generation("is", "s b"), b"Paris big")[0]) == "Par"
+
+
+def test_one_held_start_does_not_hide_another_stop_string() -> None:
+    assert run(generation("abcd", "bc"), b"xabcd") == (["x", "", "", "a"], "stop")
+
+
+def test_an_empty_stop_string_does_not_end_the_text() -> None:
+    assert run(generation("", "c"), b"abc") == (["a", "b", ""], "stop")
+
+
+def test_a_stop_string_of_several_bytes_a_character() -> None:
+    deltas, reason = run(generation("🙂中"), "a🙂b🙂中x".encode())
+    assert ("".join(deltas), reason) == ("a🙂b", "stop")
+
+
+def test_eos_ends_with_stop_and_releases_held_text() -> None:
+    assert run(generation("abc"), [*b"xab", EOS]) == (["x", "", "", "ab"], "stop")
+
+
+def test_ignored_eos_is_no_text_and_no_end() -> None:
+    assert run(generation(ignore_eos=True, max_new=4), [97, EOS, EOS, 98]) == (["a", "", "", "b"], "length")
+
+
+def test_the_last_allowed_token_ends_with_length_and_releases_held_text() -> None:
+    assert run(generation("abc", max_new=3), b"xab") == (["x", "", "ab"], "length")
+
+
+def test_a_single_token_ends_at_once() -> None:
+    assert run(generation(max_new=1), b"ab") == (["a"], "length")
+    assert run(generation("a", max_new=1), b"ab") == ([""], "stop")
+    assert run(generation(max_new=1), [EOS]) == ([""], "stop")
+
+
+def test_an_incomplete_character_at_the_end_does_not_show() -> None:
+    assert run(generation(max_new=3), b"a\xf0\x9f") == (["a", "", ""], "length")
+
+
+@pytest.mark.parametrize("stop", [(), ("xyz",), ("s b", "🙂🙂"), ("中x",)])
+def test_a_run_taken_over_after_any_token_continues_as_if_undisturbed(stop: tuple[str, ...]) -> None:
+    ids = [*"Paris is big 🙂中é".encode(), 0xFF, *"s 中x!".encode(), EOS]
+    undisturbed = generation(*stop)
+    steps = []
+    for token in ids:
+        steps.append(undisturbed.push(token))
+        if steps[-1].finish_reason:
+            break
+    for k in range(len(steps)):
+        other = generation(*stop)
+        other.replay(ids[:k])
+        assert other.count == k
+        assert [other.push(token) for token in ids[k : len(steps)]] == steps[k:]
+
+
+def test_deltas_together_are_the_text_before_the_stop() -> None:
+    text = "one two three 🙂 four"
+    for stop in ("two", "three 🙂", "four", "e t", "never"):
+        deltas, _ = run(generation(stop), [*text.encode(), EOS])
+        assert "".join(deltas) == text.split(stop)[0]
+
+
+def test_many_long_stop_strings_cost_little_a_token() -> None:
+    stops = tuple(chr(0x100 + i) + "a" * 1023 for i in range(63))
+    found = generation("a" * 1024, *stops, max_new=10_000)
+    for _ in range(1000):
+        found.push(97)
+    start = time.perf_counter()
+    for _ in range(20):
+        found.push(97)
+    assert (time.perf_counter() - start) / 20 < 0.005
+
+
+@pytest.mark.parametrize(("asked", "prompt", "room"), [(None, 10, 90), (5, 10, 5), (500, 10, 90), (1, 99, 1)])
+def test_new_tokens_are_what_was_asked_or_what_the_context_leaves(asked: int | None, prompt: int, room: int) -> None:
+    assert max_new_tokens(SamplingParams(max_tokens=asked), prompt, 100) == room
