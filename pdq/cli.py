@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(e, WRONG if isinstance(e, ConfigError | ModelUnsupported) else FAILED, e.message, words)
     except ModuleNotFoundError as e:
         # A module of ours that is not there is a bug, one of others an extra that was not installed.
-        ours = (e.name or "pdq").partition(".")[0] == "pdq"
-        text = f"internal error: {e}" if ours else f"{e.name} is not installed: pip install 'pdq[serve]'"
+        package = (e.name or "pdq").partition(".")[0]
+        ours = package == "pdq"
+        text = f"internal error: {e}" if ours else f"{package} is not installed: pip install 'pdq[serve]'"
         return _failed(e, FAILED if ours else WRONG, text, words)
     except Exception as e:  # noqa: BLE001  outermost: whatever it is, one line
         return _failed(e, FAILED, f"internal error: {type(e).__name__}: {e} ({DEBUG} shows where)", words)

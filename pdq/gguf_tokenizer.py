@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from pdq.errors import ModelUnsupported
+from pdq.errors import ConfigError, ModelUnsupported
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
@@ -47,25 +47,21 @@ def write_tokenizer(meta: Mapping[str, Any], source: Path, folder: Path) -> None
         return
     if kind != "gpt2":
         raise ModelUnsupported(f"this GGUF file cannot be converted: its tokenizer {kind!r} is not understood")
-    tokenizer, bos = byte_level(meta)
+    tokenizer = byte_level(meta)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = meta["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
         name: tokens[meta[key]] for k, name in names.items() if (key := f"tokenizer.ggml.{k}_token_id") in meta
     }
-    config |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": bos,
-    }
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if template := meta.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def byte_level(meta: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """The byte-level BPE tokenizer of this file, and whether a prompt begins with BOS. Raises ModelUnsupported."""
+def byte_level(meta: Mapping[str, Any]) -> Tokenizer:
+    """The byte-level BPE tokenizer of this file. Raises ModelUnsupported, ConfigError."""
     pre = meta.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE:
         raise ModelUnsupported(f"this GGUF file cannot be converted: its text split {pre!r} is not understood")
@@ -73,7 +69,10 @@ def byte_level(meta: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama3"))
+    try:
+        tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama3"))
+    except Exception as e:  # the library raises bare Exception
+        raise ConfigError(f"its tokenizer is not sound: {e}") from e
     if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(split)
@@ -82,12 +81,11 @@ def byte_level(meta: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     tokenizer.add_special_tokens(_added(tokens, kinds, CONTROL))
     tokenizer.add_tokens(_added(tokens, kinds, USER_DEFINED))
     bos: int | None = meta.get("tokenizer.ggml.bos_token_id")
-    add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", split == "llama3"))
-    if add_bos and bos is not None:
+    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", split == "llama3"):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
-    return tokenizer, add_bos
+    return tokenizer
 
 
 def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:

@@ -34,9 +34,8 @@ class HFTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._template = ChatTemplate(_template_source(folder, config), special)
-        self._add_bos = _add_bos(config)
-        self._bos_id = self._id(special.get("bos_token"))
-        self.eos_id = self._id(special.get("eos_token"))
+        eos = special.get("eos_token")
+        self.eos_id: int | None = None if eos is None else self._backend.token_to_id(eos)
 
     @property
     def vocab_size(self) -> int:
@@ -45,8 +44,7 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         check_text("prompt", text)
-        ids = self._encode(text, special=self._add_bos is None)
-        return [self._bos_id, *ids] if self._add_bos and self._bos_id is not None else ids
+        return self._encode(text, special=True)  # BOS is tokenizer.json's matter, as for transformers 5
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not messages:
@@ -64,10 +62,6 @@ class HFTokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
-    def _id(self, token: str | None) -> int | None:
-        found: int | None = None if token is None else self._backend.token_to_id(token)
-        return found
-
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... of a tokenizer_config.json: plain strings or saved AddedToken objects."""
@@ -77,17 +71,6 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
-
-
-def _add_bos(config: dict[str, Any]) -> bool | None:
-    """Whether prompts begin with BOS; None leaves it to tokenizer.json.
-
-    As in transformers: either key in the config overrides the file's post-processor. `add_eos_token` is left out on
-    purpose: a prompt that ends in EOS has nothing to continue.
-    """
-    if "add_bos_token" in config or "add_eos_token" in config:
-        return bool(config.get("add_bos_token", False))
-    return None
 
 
 def _load_backend(folder: Path) -> Backend:

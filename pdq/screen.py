@@ -6,6 +6,7 @@ colours not with NO_COLOR (rich's own rules). A reader that goes away (`pdq serv
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,12 +18,20 @@ _COLOURS = {"gateway": "cyan", "prefill": "magenta", "decode": "green", "valkey"
 _WIDTH = 9
 
 
+class _Console(Console):
+    """A console that falls silent when nobody reads it; rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is buffered must go somewhere at the end
+
+
 class Screen:
     """Two consoles and at most one progress line."""
 
-    def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
-        self._out = out or Console(highlight=False)
-        self._err = err or Console(stderr=True, highlight=False)
+    def __init__(self) -> None:
+        self._out = _Console(highlight=False)
+        self._err = _Console(stderr=True, highlight=False)
         self._status: Status | None = None
         self._progress = ""
 

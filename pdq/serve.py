@@ -21,10 +21,11 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pdq import embedded, machine
+from pdq import connection, embedded, machine
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, WorkerSettings, cache_folder
 from pdq.errors import ConfigError, Unavailable
 from pdq.health import Answer, get, url
+from pdq.keys import Keys
 from pdq.screen import Screen
 from pdq.supervisor import WRONG_SETTING, Output, Program, Restarts, Supervisor, ending, sentence, spawn
 
@@ -127,16 +128,21 @@ class Pool:
         if self._valkey:
             self._supervisor.start(self._valkey.program())
             await self._or_failure(self._valkey.ready())
+            await asyncio.to_thread(forget_workers, self.settings)
         if self.settings.engine == "torch":
             self._screen.progress(f"looking for the model {self.settings.model}")
             self.settings = await find_model(self.settings, self._screen)
-        self._workers = worker_programs(self.settings, self._cores)
-        for program in (gateway_program(self.settings), *self._workers):
-            self._supervisor.start(program)
+        self.start_programs()
         model = await self._or_failure(self._ready())
         self._supervisor.settled = True
         self._screen.progress("")
         self._screen.banner("pdq is ready", banner(self.settings, model, self._cores))
+
+    def start_programs(self) -> None:
+        """Start the gateway and the workers."""
+        self._workers = worker_programs(self.settings, self._cores)
+        for program in (gateway_program(self.settings), *self._workers):
+            self._supervisor.start(program)
 
     async def down(self, seconds: float) -> bool:
         """Stop everything in order; True if nothing had to be killed."""
@@ -169,6 +175,14 @@ class Pool:
             return task.result()
         finally:
             task.cancel()
+
+
+def forget_workers(settings: ServeSettings) -> None:
+    """Remove the heartbeats that the last run left in its data: nobody works for this Redis yet."""
+    keys = Keys(settings.pool)
+    with connection.bulk(settings.redis_url, 1) as redis:
+        names: Any = redis.zrange(keys.workers, 0, -1)
+        redis.delete(keys.workers, *(keys.worker(name.decode()) for name in names))
 
 
 async def find_model(settings: ServeSettings, screen: Screen) -> ServeSettings:
@@ -218,10 +232,7 @@ def worker_threads(settings: ServeSettings, cores: int) -> list[int]:
 def _worker(settings: WorkerSettings, stage: str, number: int, threads: int) -> Program:
     name = f"{stage}-{number}"
     own = replace(settings, threads=threads, name=settings.name and f"{settings.name}-{name}")
-    # Idle OpenMP threads must sleep, not spin: two processes with 2 threads each on 2 cores took 590-960 ms for what
-    # takes 10 ms this way, and one alone gains nothing by spinning.
-    openmp = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    env = own.environ_of_child() | openmp | {"KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1"}
+    env = own.environ_of_child() | machine.openmp(threads) | {"PYTHONUNBUFFERED": "1"}
     return Program(name=name, argv=(sys.executable, "-m", f"pdq.workers.{stage}"), env=env)
 
 

@@ -98,6 +98,7 @@ class DecodeStage:
         self._finished: list[Sequence] = []  # out of the batch, terminal event not written yet
         self._work_to_do = asyncio.Event()
         self._to_write = asyncio.Event()
+        self._ended = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._counters: Counter[str] = Counter()
 
@@ -226,6 +227,7 @@ class DecodeStage:
         if sequence.finish_reason is not None:
             self._batch.remove(sequence)
             self._finished.append(sequence)
+            self._ended.set()
             self._parts.slots.close(sequence.slot)
 
     async def _writes(self) -> None:
@@ -234,7 +236,9 @@ class DecodeStage:
             self._to_write.clear()
             ready = [s for s in (*self._batch, *self._finished) if s.tokens and not s.outcome.done()]
             await self._write([(s, s.event()) for s in ready])
-            await asyncio.sleep(self._settings.flush_ms / 1000)
+            with suppress(TimeoutError):  # an end does not wait for the next flush
+                await asyncio.wait_for(self._ended.wait(), self._settings.flush_ms / 1000)
+            self._ended.clear()
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
         """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""

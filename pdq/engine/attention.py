@@ -182,7 +182,7 @@ def decode(
     _, heads, count, dim = query.shape
     kv_heads = keys[0].shape[1]
     rows = query.transpose(1, 2).reshape(count, kv_heads, heads // kv_heads, dim)
-    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1, 1)
+    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1)
     outs = [_attention(q, k, v, None, scores, sinks) for q, k, v in zip(rows.split(1), keys, values, strict=True)]
     return torch.cat(outs).reshape(1, count, heads, -1)
 

@@ -43,6 +43,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
         )
     except (ValueError, KeyError, ImportError) as e:
         raise ModelUnsupported(f"{config.model_type} cannot be loaded: {e}") from e

@@ -65,7 +65,7 @@ def check_class(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
         raise ModelUnsupported(f"{name} is an encoder-decoder: its KV does not follow from a token prefix")
     for i, kind in enumerate(getattr(config.get_text_config(), "layer_types", None) or []):
         if kind not in _KV_LAYER_TYPES:
-            raise ModelUnsupported(f"{name}: layer {i} is of type {kind}, which keeps other state than KV")
+            raise ModelUnsupported(f"{name}: layer {i} is of type {kind}; only full and sliding attention can run here")
     if not cls.is_backend_compatible():
         raise ModelUnsupported(f"{name} does not support pluggable attention functions")
     if "position_ids" not in inspect.signature(cls.forward).parameters:

@@ -101,8 +101,9 @@ def _pick(
     kept &= (probs >= min_p.unsqueeze(1) * probs[:, :1]) & (probs > 0)
     count = kept.sum(-1).clamp(min=1)  # every filter keeps a beginning, so what is kept is one
 
-    ends_here = inside | (count < head)
-    unfiltered = (top_k >= vocab) & (top_p >= 1) & (min_p <= 0)
+    every = top_k >= vocab
+    ends_here = inside | (every & (count < head))  # between head and vocab the mass of the top k is not known here
+    unfiltered = every & (top_p >= 1) & (min_p <= 0)
     mass = torch.where(ends_here, cumulated.gather(1, (count - 1).unsqueeze(1)).squeeze(1), total)
     target = random * mass
     settled = ends_here | (unfiltered & (target < cumulated[:, -1]))

@@ -7,7 +7,7 @@ import os
 import sys
 
 from pdq.config import GatewaySettings
-from pdq.errors import ConfigError, ModelUnsupported
+from pdq.errors import ConfigError, ModelNotFound, ModelUnsupported, PdqError
 from pdq.gateway.server import run
 
 log = logging.getLogger("pdq.gateway")
@@ -18,10 +18,10 @@ def main() -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     try:
         run(GatewaySettings.load())
-    except (ConfigError, ModelUnsupported) as e:
+    except (ConfigError, ModelNotFound, ModelUnsupported) as e:
         log.error("%s", e)
         return 2
-    except OSError as e:
+    except (PdqError, OSError) as e:
         log.error("cannot serve: %s", e)
         return 1
     return 0

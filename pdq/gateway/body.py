@@ -18,15 +18,20 @@ B = TypeVar("B", ChatBody, CompletionBody)
 INLINE_BYTES = 64 * 1024  # a thread costs more than parsing less than this
 PARSE_SECONDS = 30.0
 ARRIVE_SECONDS = 60.0
+# Building containers holds the interpreter, and with it the event loop, for up to a microsecond each. Text may hold as
+# many brackets, but then it is too long for any context.
+MAX_CONTAINERS = 1_000_000
 
 
 async def read_body(request: web.Request, schema: type[B]) -> B:
     """The checked body. Raises InvalidRequest, Busy, HTTPRequestEntityTooLarge, HTTPRequestTimeout."""
     data = await _receive(request)
+    gateway = request.app[GATEWAY]
+    limit = gateway.served().max_model_len
     if len(data) <= INLINE_BYTES:
-        return _parse(data, schema)
+        return _parse(data, schema, limit)
     try:
-        return await request.app[GATEWAY].threads.run(PARSE_SECONDS, _parse, data, schema)
+        return await gateway.threads.run(PARSE_SECONDS, _parse, data, schema, limit)
     except TooSlow as e:
         raise InvalidRequest(f"The body took more than {PARSE_SECONDS:g} s to parse.") from e
 
@@ -44,9 +49,11 @@ async def _receive(request: web.Request) -> bytes:
         raise InvalidRequest("The body does not have the encoding that its headers announce.") from e
 
 
-def _parse(data: bytes, schema: type[B]) -> B:
+def _parse(data: bytes, schema: type[B], limit: int) -> B:
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise InvalidRequest(f"The body has more than {MAX_CONTAINERS} arrays and objects.")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as e:
         raise InvalidRequest(f"The body is not valid JSON: {e}.") from None
-    return schema.parse(value)
+    return schema.parse(value, limit)

@@ -28,6 +28,7 @@ CHAT = Endpoint(
         empty=b'"delta":{}',
     ),
     object="chat.completion",
+    prompt_field="messages",
     whole=_message,
 )
 
@@ -39,4 +40,4 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     ids = await prompts.chat_tokens(gateway, [m.message() for m in body.messages], limit)
     name, wanted = body.wanted_tokens
     prompts.check_room(len(ids), "messages", wanted, name, limit)
-    return await answer(request, CHAT, [ids], body, wanted)
+    return await answer(request, CHAT, [prompts.Prompt(ids, wanted)], body)

@@ -30,6 +30,7 @@ COMPLETION = Endpoint(
         empty=b'"text":""',
     ),
     object="text_completion",
+    prompt_field="prompt",
     whole=_text,
 )
 
@@ -41,6 +42,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     named = await prompts.completion_tokens(gateway, body.prompts, limit)
     for name, ids in named:
         prompts.check_room(len(ids), name, body.max_tokens, "max_tokens", limit)
-    # Nobody asked for the default, so it gives way to the end of the context; workers cut there anyway.
-    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return await answer(request, COMPLETION, [ids for _, ids in named], body, wanted)
+    fitting = [prompts.Prompt(ids, _max_tokens(body.max_tokens, limit - len(ids))) for _, ids in named]
+    return await answer(request, COMPLETION, fitting, body)
+
+
+def _max_tokens(wanted: int | None, room: int) -> int:
+    """Nobody asked for the default, so it gives way to the end of the context."""
+    return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted

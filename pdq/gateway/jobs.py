@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pdq.errors import IdConflict, PdqError, RequestFailed, Unavailable
 from pdq.gateway.context import Gateway
+from pdq.gateway.prompts import Prompt
 from pdq.messages import Event
 
 if TYPE_CHECKING:
@@ -74,17 +75,17 @@ class Jobs:
 
 @asynccontextmanager
 async def submitted(
-    gateway: Gateway, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], key: str | None
+    gateway: Gateway, prompts: Sequence[Prompt], sampling: dict[str, Any], key: str | None
 ) -> AsyncIterator[Jobs]:
-    """Queue one request a prompt (token ids); those not done at the end of the block are cancelled.
+    """Queue one request a prompt; those not done at the end of the block are cancelled.
 
     key: the client's idempotency key. Raises what `AsyncClient.submit` raises.
     """
     jobs = Jobs()
     try:
-        for n, ids in enumerate(prompts):
+        for n, prompt in enumerate(prompts):
             name = key if key is None or n == 0 else f"{key}\n{n}"  # no client key holds a line break
-            jobs.handles.append(await _submit(gateway, ids, sampling, name))
+            jobs.handles.append(await _submit(gateway, prompt, sampling, name))
         yield jobs
     finally:
         if not jobs.done and key is None:
@@ -92,11 +93,12 @@ async def submitted(
                 gateway.background.spawn(_cancel(handle))
 
 
-async def _submit(gateway: Gateway, ids: Sequence[int], sampling: dict[str, Any], key: str | None) -> Handle:
+async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], key: str | None) -> Handle:
     settings = gateway.settings
     task = asyncio.create_task(
         gateway.client.submit(
-            token_ids=ids,
+            token_ids=prompt.ids,
+            max_tokens=prompt.max_tokens,
             model=gateway.served().name,
             timeout=settings.request_timeout,
             idempotency_key=key,

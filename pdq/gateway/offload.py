@@ -52,7 +52,8 @@ class Offload:
             result: T = await done
             return result
         finally:
-            done.cancel()  # if nobody wants the result any more, work that still waits for a thread is not begun
+            job.future.cancel()  # work that still waits for a thread although nobody wants it any more is not begun
+            done.cancel()
 
     def close(self) -> None:
         """Let idle threads end; busy ones are left to themselves."""

@@ -7,6 +7,7 @@ ids, so a prompt is tokenized once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pdq.errors import ContextTooLong, InvalidRequest
 from pdq.gateway.context import Gateway
@@ -22,11 +23,18 @@ TOKENIZE_SECONDS = 30.0
 MAX_TOKEN_CHARS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt that fits. max_tokens: of its completion; None: until the context is full."""
+
+    ids: list[int]
+    max_tokens: int | None
+
+
 async def chat_tokens(gateway: Gateway, messages: Sequence[Message], limit: int) -> list[int]:
     """Token ids of a conversation; `limit` is the context in tokens. Raises InvalidRequest, ContextTooLong, Busy."""
     tokenizer = gateway.served().tokenizer
-    # Every turn takes a token at least, so this many turns cannot fit either.
-    _check_size(max(len(messages), _least_tokens(sum(len(m.content) for m in messages))), limit, "messages")
+    _check_size(_least_tokens(sum(len(m.content) for m in messages)), limit, "messages")
     try:
         ids = await gateway.threads.run(TEMPLATE_SECONDS, tokenizer.encode_chat, messages)
     except TooSlow as e:

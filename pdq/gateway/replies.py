@@ -22,6 +22,7 @@ from pdq.gateway.context import GATEWAY, Gateway
 from pdq.gateway.errors import bug_object, describe, json_response
 from pdq.gateway.jobs import Jobs, Numbered, submitted
 from pdq.gateway.middleware import LABEL, is_label
+from pdq.gateway.prompts import Prompt
 from pdq.gateway.schemas import GenerationBody
 from pdq.gateway.sse import Chunks, EventStream, Shape, server_timing, usage_object
 
@@ -33,19 +34,34 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How one endpoint words its answers. whole: the fields of a choice that carry the text."""
+    """How one endpoint words its answers.
+
+    prompt_field: where the prompt stands in the body. whole: the fields of a choice that carry the text.
+    """
 
     shape: Shape
     object: str
+    prompt_field: str
     whole: Callable[[str], dict[str, Any]]
 
 
 async def answer(
-    request: web.Request, endpoint: Endpoint, prompts: list[list[int]], body: GenerationBody, max_tokens: int | None
+    request: web.Request, endpoint: Endpoint, prompts: list[Prompt], body: GenerationBody
 ) -> web.StreamResponse:
     """Queue one request a prompt and answer with the results, as `body` wants it."""
+    try:
+        return await _answer(request, endpoint, prompts, body)
+    except InvalidRequest as e:
+        if e.param == "token_ids":  # a worker found fault with what the client knows by another name
+            e.param = endpoint.prompt_field
+        raise
+
+
+async def _answer(
+    request: web.Request, endpoint: Endpoint, prompts: list[Prompt], body: GenerationBody
+) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
-    async with submitted(gateway, prompts, body.sampling(max_tokens), _idempotency_key(request)) as jobs:
+    async with submitted(gateway, prompts, body.sampling(), _idempotency_key(request)) as jobs:
         head = {
             "id": endpoint.shape.id_prefix + jobs.id,
             "object": endpoint.shape.chunk_object if body.stream else endpoint.object,

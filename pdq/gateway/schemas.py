@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from pdq.errors import InvalidRequest
+from pdq.errors import ContextTooLong, InvalidRequest
 from pdq.gateway import unsupported
 from pdq.messages import Message
 from pdq.validate import MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
@@ -62,8 +62,8 @@ class GenerationBody(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int | None) -> dict[str, Any]:
-        """Keywords for `AsyncClient.submit`; what was not given is left out."""
+    def sampling(self) -> dict[str, Any]:
+        """Keywords for `AsyncClient.submit`, max_tokens aside; what was not given is left out."""
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -72,7 +72,6 @@ class GenerationBody(Strict):
             "seed": self.seed,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
-            "max_tokens": max_tokens,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -130,8 +129,15 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
 
     @classmethod
-    def parse(cls, value: Any) -> Self:
-        """Raises InvalidRequest."""
+    def parse(cls, value: Any, limit: int) -> Self:
+        """limit: the context in tokens; more turns than that cannot fit, and are not looked at one by one.
+
+        Raises InvalidRequest, ContextTooLong.
+        """
+        turns = value.get("messages") if isinstance(value, dict) else None
+        if isinstance(turns, list) and len(turns) >= limit:
+            text = f"This model's context is {limit} tokens, but messages has at least {len(turns)} tokens."
+            raise ContextTooLong(text, param="messages")
         return _parse(cls, value, unsupported.CHAT)
 
     @property
@@ -174,8 +180,9 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
 
     @classmethod
-    def parse(cls, value: Any) -> Self:
-        """Raises InvalidRequest."""
+    def parse(cls, value: Any, limit: int) -> Self:
+        """limit: as in ChatBody; long prompts are cheap to check. Raises InvalidRequest."""
+        del limit
         return _parse(cls, value, unsupported.COMPLETION)
 
     @property

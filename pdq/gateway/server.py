@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
 SCRIPTED_CONTEXT = 8192
+BACKLOG = 1024  # connections of a burst over this wait a second for their next try
 _SHUTDOWN_SECONDS = 0.1  # the drain has waited for the handlers; those left are cancelled
 
 
 def run(settings: GatewaySettings, *, drain_seconds: float = DRAIN_SECONDS) -> None:
-    """Serve until a signal says stop. Raises ConfigError or ModelUnsupported, and OSError if the port is taken."""
+    """Serve until a signal says stop. Raises what `load_model` raises, and OSError if the port is taken."""
     asyncio.run(_run(settings, drain_seconds))
 
 
@@ -57,7 +58,7 @@ async def serve(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
         host, port = runner.addresses[0][:2]
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         if await _loaded(gateway, load, stop):
@@ -69,13 +70,16 @@ async def serve(
 
 
 def load_model(settings: GatewaySettings) -> Served:
-    """The model's name, tokenizer and context. Blocks; may fetch files. Raises ConfigError, ModelUnsupported."""
+    """The model's name, tokenizer and context. Blocks, and may fetch files.
+
+    Raises ConfigError, ModelNotFound, ModelUnsupported, Unavailable.
+    """
     if settings.engine.partition(":")[0] == "scripted":
         name = settings.served_model_name or "scripted"
         return Served(name, ByteTokenizer(), settings.max_model_len or SCRIPTED_CONTEXT)
     from pdq.models import context_limit, find_model, load_tokenizer
 
-    files = find_model(settings.model, served_model_name=settings.served_model_name, tokenizer_only=True)
+    files = find_model(settings.model, served_model_name=settings.served_model_name, say=log.info, tokenizer_only=True)
     tokenizer = load_tokenizer(settings.engine, files.folder)
     return Served(files.name, tokenizer, context_limit(files.folder, settings.max_model_len))
 

@@ -14,6 +14,8 @@ from pdq.messages import Event
 from .fakes import MODEL, TEXT, RefusingTokenizer, spoken
 from .helpers import CHAT, chat, chat_text, error, frames
 
+TEXT_A, TEXT_B = {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
+
 
 async def test_whole_answer_has_every_field(http, fake):
     fake.script = lambda asked: spoken(prompt_tokens=len(asked.token_ids), cached=7)
@@ -175,7 +177,7 @@ async def test_stop_may_be_a_string_or_a_list(http, fake, stop):
         ([{"role": "user", "content": "Hi"}], "user: Hi\nassistant:"),
         ([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], "system: S\nuser: U\nassistant:"),
         ([{"role": "developer", "content": "D"}], "developer: D\nassistant:"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "user: ab\nassistant:"),
+        ([{"role": "user", "content": [TEXT_A, TEXT_B]}], "user: ab\nassistant:"),
         ([{"role": "user", "content": []}], "user: \nassistant:"),
         ([{"role": "user", "content": ""}], "user: \nassistant:"),
         ([{"role": "assistant", "content": None, "tool_calls": None}], "assistant: \nassistant:"),
@@ -245,7 +247,7 @@ async def test_idempotency_key_is_passed_on(http, fake):
 @pytest.mark.parametrize(
     ("raised", "status", "kind", "code", "retry"),
     [
-        (InvalidRequest("token_ids: 300 is no token", param="prompt"), 400, "invalid_request_error", "invalid_request", None),
+        (InvalidRequest("300 is no token", param="prompt"), 400, "invalid_request_error", "invalid_request", None),
         (RequestCancelled("the request was cancelled"), 499, "invalid_request_error", "cancelled", "false"),
         (RequestFailed("prefill was tried 3 times"), 500, "server_error", "request_failed", "false"),
         (Unavailable("10.0.0.7:6379 went away"), 503, "service_unavailable", "unavailable", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 
@@ -20,7 +21,8 @@ VALUES = [
     None, True, False, 0, 1, -1, 0.0, -0.0, 1.5, 1e308, -1e308, 5e-324, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1,
     -(2**63), 1e30, "", "0", "a", "\0", "\n\r", "é👋\u2028\ufeff\uffff", "{kind}{}", "%s%n", "x" * 100_000, "__class__",
     [], [[]], [None], [0], [""], ["a", 1], [{}], {}, {"": ""}, {"type": "text"}, {"type": "text", "text": None},
-    {"include_usage": "yes"}, {"role": "user"}, [{"role": "user", "content": {}}], DEEP, {"a": DEEP}, [1e30], ["\0"] * 300,
+    {"include_usage": "yes"}, {"role": "user"}, [{"role": "user", "content": {}}], DEEP, {"a": DEEP},
+    [1e30], ["\0"] * 300,
 ]  # fmt: skip
 CHAT_FIELDS = sorted({*ChatBody.model_fields, *unsupported.CHAT, "user", "foo", "{", "stream.x", "(ids)"})
 COMPLETION_FIELDS = sorted({*CompletionBody.model_fields, *unsupported.COMPLETION, "user"})
@@ -88,6 +90,12 @@ async def test_a_million_wrong_items_are_reported_once(start, fake):
     response = await http.post(COMPLETIONS, data=data)
     assert response.status == 400
     assert (await error(response))["param"] == "prompt.0"
+
+
+async def test_a_body_of_containers_is_refused_before_it_is_built(http):
+    response = await http.post(CHAT, data=io.BytesIO(b'{"foo":[' + b"[[]]," * 500_000 + b"1]}"))
+    assert response.status == 400
+    assert (await error(response))["message"] == "The body has more than 1000000 arrays and objects."
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,9 @@ async def test_harmless_and_unknown_fields_are_ignored(http, fake):
     [
         ("", "prompt"), ([], "prompt"), ([[]], "prompt.0"), (["a", ""], "prompt.1"), ([""], "prompt.0"),
         (None, "prompt"), (5, "prompt"), ({}, "prompt"), ([1, "a"], "prompt.1"), (["a", 1], "prompt.1"),
-        ([[1], "a"], "prompt.1"), ([[1], []], "prompt.1"), ([True], "prompt.0"), ([1.0], "prompt.0"), ([-1], "prompt.0"),
-        ([2**31], "prompt.0"), ([[1], [2**70]], "prompt.1.0"), ([None], "prompt.0"), (["a"] * 129, "prompt"),
+        ([[1], "a"], "prompt.1"), ([[1], []], "prompt.1"), ([True], "prompt.0"), ([1.0], "prompt.0"),
+        ([-1], "prompt.0"), ([2**31], "prompt.0"), ([[1], [2**70]], "prompt.1.0"), ([None], "prompt.0"),
+        (["a"] * 129, "prompt"),
     ],
 )  # fmt: skip
 async def test_prompts_that_are_empty_or_of_the_wrong_type(http, fake, prompt, param):
@@ -337,6 +338,7 @@ async def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
     if param is None:
         assert response.status == 200
         assert len(fake.asked[0].token_ids) == prompt_tokens
+        assert fake.asked[0].sampling.max_tokens == (max_tokens or min(16, 512 - prompt_tokens))
         return
     assert response.status == 400
     found = await error(response)

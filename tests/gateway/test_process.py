@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -20,6 +21,7 @@ from pdq.gateway import server
 from pdq.gateway.context import Served
 from pdq.messages import Event
 from pdq.text import ByteTokenizer
+from tests.unit.small_models import write_model
 
 from .fakes import CONTEXT, MODEL, FakeClient, both, spoken
 from .helpers import CHAT, chat, frames
@@ -109,6 +111,20 @@ async def test_the_first_signal_lets_running_answers_finish_and_takes_no_more(se
     assert not fake.handles[0].cancelled.is_set()
 
 
+async def test_a_client_that_leaves_while_it_waits_cancels(serve):
+    never = asyncio.Event()
+    fake = FakeClient(script=lambda _: [never], workers_now=both())
+    _, url = await serve(fake)
+    async with aiohttp.ClientSession(url) as http:
+        asking = asyncio.create_task(http.post(CHAT, json=chat()))
+        async with asyncio.timeout(5):
+            while not fake.handles:
+                await asyncio.sleep(0.01)
+            await fake.handles[0].reading.wait()
+            asking.cancel()
+            await fake.handles[0].cancelled.wait()
+
+
 async def test_open_connections_are_told_that_the_server_drains(serve):
     never = asyncio.Event()
     fake = FakeClient(script=lambda _: [Event(0, (1,), "x"), never], workers_now=both())
@@ -179,6 +195,14 @@ async def test_as_a_program_without_redis_it_listens_says_so_and_ends_cleanly():
         assert process.wait(10) == 0
 
 
+def test_a_model_folder_is_served_under_its_name_and_without_torch(tmp_path):
+    folder = write_model(tmp_path / "tiny")
+    with program(PDQ_ENGINE="torch", PDQ_MODEL=str(folder), PDQ_MAX_MODEL_LEN="100") as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("ready to serve tiny, context 100 tokens" in line for line in lines)
+        assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
 def test_a_second_signal_kills_at_once():
     with program(PDQ_SERVED_MODEL_NAME="m") as process:
         assert "listening" in process.stderr.readline()
@@ -196,6 +220,7 @@ def test_a_second_signal_kills_at_once():
         ({"PDQ_PORT": "x"}, 2, "port: expected int"),
         ({"PDQ_PROT": "1"}, 2, "unknown variable PDQ_PROT"),
         ({"PDQ_HOST": "192.0.2.1"}, 1, "cannot serve: "),
+        ({"PDQ_ENGINE": "torch", "PDQ_MODEL": "/nowhere/at all"}, 2, "model: there is no folder /nowhere/at all"),
     ],
 )
 def test_what_cannot_work_ends_with_one_line_and_a_code(variables, code, words):

@@ -46,7 +46,7 @@ def byte_level(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """SentencePiece as Llama 2 has it: `▁` for a space, bytes of what has no token, a leading space that decoding eats."""
+    """SentencePiece as Llama 2 has it: `▁` for a space, bytes for the unknown, a leading space that decoding eats."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
     merges = [("▁", "a"), ("▁", "b")]
     vocab = {w: i for i, w in enumerate(words)}
@@ -79,6 +79,14 @@ def write_model(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     write_json(folder / "config.json", LLAMA | config)
     write_weights(folder / "model.safetensors", seed=seed)
     return folder
+
+
+def hub_copy(cache: Path, model: str) -> Path:
+    """Put a complete copy of `model` into a hub cache."""
+    repo = cache / f"models--{model.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    return write_model(repo / "snapshots" / ("0" * 40))
 
 
 def write_weights(path: Path, *, seed: int = 0, rows: int = 8, tensors: int = 3) -> None:

@@ -6,8 +6,9 @@ import math
 import pickle
 import random
 import struct
+import subprocess
+import sys
 import time
-import tracemalloc
 from dataclasses import fields, replace
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_a_field_of_a_wrong_type_is_refused_by_its_name(example: Any) -> None:
     array = raw(example)
     for i, f in enumerate(fields(example)):
         for value in WRONG[str(f.type)]:
-            changed = array[: 2 + i] + [value] + array[3 + i :]
+            changed = [*array[: 2 + i], value, *array[3 + i :]]
             assert f"{type(example).__name__}.{f.name}" in str(refused(type(example), msgpack.packb(changed)))
 
 
@@ -127,7 +128,7 @@ def test_a_sampling_parameter_of_a_wrong_type_is_refused_by_its_name() -> None:
     array = raw(EXAMPLES[0])
     for i, f in enumerate(fields(SamplingParams)):
         for value in wrong.get(f.name, ()):
-            sampling = array[3][:i] + [value] + array[3][i + 1 :]
+            sampling = [*array[3][:i], value, *array[3][i + 1 :]]
             changed = [*array[:3], sampling, *array[4:]]
             assert f"Request.sampling.{f.name}" in str(refused(Request, msgpack.packb(changed)))
 
@@ -239,20 +240,44 @@ def only_bad_message(cls: type[Any], data: bytes) -> None:
     assert decode(cls, encode(found)) == found
 
 
+def nested(size: int, depth: int) -> bytes:
+    """Arrays in arrays, each of which claims to fill all the rest with its items."""
+    head = b"\xdd" + struct.pack(">I", max(0, size - 6 * depth))
+    return (head * depth)[:size].ljust(size, b"\xc0")
+
+
 @pytest.mark.parametrize("depth", [1, 30, 400, 1000, 100_000])
 @pytest.mark.parametrize("size", [10_000, 2_000_000])
-def test_nested_arrays_that_claim_more_than_there_is_cost_little(depth: int, size: int) -> None:
-    head = b"\xdd" + struct.pack(">I", max(0, size - 6 * depth))
-    data = (head * depth)[:size].ljust(size, b"\xc0")
-    tracemalloc.start()
+def test_nested_arrays_that_claim_more_than_there_is_cost_little_time(depth: int, size: int) -> None:
     start = time.perf_counter()
+    refused(Event, nested(size, depth))
+    assert time.perf_counter() - start < 5
+
+
+HOSTILE = """
+import resource
+from pdq.messages import BadMessage, Event, decode
+from tests.unit.test_messages import nested
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if CAPPED:
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+for depth in (30, 400, 1000):
     try:
-        refused(Event, data)
-        took, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert took < 5
-    assert peak < 10 * size * min(depth, 1024) + 2**20
+        decode(Event, nested(2_000_000, depth))
+    except BadMessage:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_nested_arrays_that_claim_more_than_there_is_cost_little_memory(limit: bool) -> None:
+    """In kilobytes of resident memory; with a limit of 1 GB on addresses too, which the claims exceed."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE.replace("CAPPED", str(limit))], capture_output=True, text=True, check=True
+    )
+    grown = [int(line) for line in done.stdout.split()]
+    assert len(grown) == 3
+    assert max(grown) < 150_000
 
 
 def test_a_length_far_beyond_the_data_is_refused_at_once() -> None:
@@ -280,5 +305,5 @@ def test_a_message_over_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch
     ids=["half a surrogate pair", "seed", "token id"],
 )
 def test_what_msgpack_cannot_hold_is_a_bad_message(request_: Request) -> None:
-    with pytest.raises(BadMessage, match="^Request: "):
+    with pytest.raises(BadMessage, match=r"^Request: "):
         encode(request_)

@@ -10,7 +10,8 @@ from pdq import machine
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings
 from pdq.errors import ConfigError
 from pdq.health import reachable, url
-from pdq.serve import banner, gateway_program, worker_programs, worker_threads
+from pdq.screen import Screen
+from pdq.serve import Pool, banner, gateway_program, worker_programs, worker_threads
 
 MODEL = {"id": "it's/tiny", "max_model_len": 2048}
 
@@ -63,6 +64,11 @@ def test_workers_get_their_settings_and_threads_that_sleep_when_idle(monkeypatch
     assert (decode.max_batch, decode.name) == (5, None)
 
 
+def test_a_wait_policy_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert machine.openmp(None) == {"OMP_WAIT_POLICY": "ACTIVE", "KMP_BLOCKTIME": "0"}
+
+
 def test_a_given_name_stays_unique_among_the_workers() -> None:
     programs = worker_programs(settings(name="box", prefill=2, decode=1), cores=2)
     assert [p.env["PDQ_NAME"] for p in programs] == ["box-prefill-1", "box-prefill-2", "box-decode-1"]
@@ -89,6 +95,31 @@ def test_the_banner_tells_where_what_and_how_to_try() -> None:
 def test_the_banner_says_when_there_are_more_workers_than_cores() -> None:
     text = dict(banner(settings(decode=3), MODEL, cores=2))["workers"]
     assert text == "1 prefill x 1 thread, 3 decode x 1 thread (more than the 2 cores: expect them to slow each other)"
+
+
+class FakeSupervisor:
+    """Records what is stopped; `slow` children have to be killed."""
+
+    def __init__(self, slow: str = "") -> None:
+        self.slow = slow
+        self.stopped: list[tuple[str, float]] = []
+
+    def start(self, program: object) -> None: ...
+
+    async def stop(self, name: str, seconds: float) -> bool:
+        self.stopped.append((name, seconds))
+        return name != self.slow
+
+
+@pytest.mark.parametrize(("slow", "clean"), [("", True), ("decode-1", False), ("gateway", False), ("valkey", False)])
+async def test_all_is_taken_down_in_the_order_that_loses_nothing(slow: str, clean: bool) -> None:
+    supervisor = FakeSupervisor(slow)
+    pool = Pool(settings(prefill=1, decode=2), None, supervisor, Screen())  # type: ignore[arg-type]
+    pool.start_programs()
+    assert await pool.down(seconds=10.0) is clean
+    names = [name for name, _ in supervisor.stopped]
+    assert names == ["gateway", "prefill-1", "decode-1", "decode-2", "valkey"]
+    assert all(seconds > 10.0 for _, seconds in supervisor.stopped)  # more than the children's own drain
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Models and engines that the engine tests share: made once per architecture and session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from pdq.engine.runner import TorchEngine
+from tests.engine.pd import engine, generated
+from tests.engine.tiny import VOCAB, tiny_model
+
+
+@dataclass
+class Arch:
+    """One architecture: a stock model, and two engines (prefill and decode) over other instances of its weights."""
+
+    stock: PreTrainedModel
+    prefill: TorchEngine
+    decode: TorchEngine
+    _expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def prompt(self, length: int) -> list[int]:
+        return [(i * i * 7 + i * 3 + length * 11) % VOCAB for i in range(length)]
+
+    def expected(self, length: int, count: int) -> list[int]:
+        """What `generate` says after `prompt(length)`."""
+        if (length, count) not in self._expected:
+            self._expected[length, count] = generated(self.stock, self.prompt(length), count)
+        return self._expected[length, count]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def arch() -> Callable[[str], Arch]:
+    @cache
+    def made(name: str) -> Arch:
+        return Arch(tiny_model(name), engine(tiny_model(name)), engine(tiny_model(name)))
+
+    return made

@@ -1,0 +1,168 @@
+"""Loading: what can run loads and computes the same; what cannot is refused by name, before it can talk nonsense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+from pdq.engine.base import Segment
+from pdq.engine.model import load_model
+from pdq.engine.probe import layout_of
+from pdq.errors import ModelUnsupported
+from tests.engine.pd import GREEDY, engine
+from tests.engine.tiny import WINDOW, save_tiny, tiny_model
+
+
+def load(folder: Path) -> Any:
+    return load_model(folder, dtype="float32", device="cpu")
+
+
+def test_a_saved_model_loads_and_computes_what_it_did(tmp_path: Path) -> None:
+    model = load(save_tiny("llama", tmp_path))
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    it = engine(model)
+    logits = it.logits([Segment(it.open(10), [3, 1, 4, 1, 5], GREEDY)])
+    expected = tiny_model("llama")(torch.tensor([[3, 1, 4, 1, 5]])).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_bfloat16_is_loaded_as_bfloat16(tmp_path: Path) -> None:
+    model = load_model(save_tiny("llama", tmp_path), dtype="bfloat16", device="cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert engine(model, dtype="bfloat16").spec.token_bytes == 2 * 2 * 16 * 2
+    with pytest.raises(ValueError, match="bfloat16"):
+        engine(model, dtype="float32")
+
+
+SMALL_MIXER = {"mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}
+NEXT = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MLA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "message"),
+    [
+        ("mamba", {}, r"MambaForCausalLM: layer 0 is of type linear_attention"),
+        ("jamba", SMALL_MIXER, r"JambaForCausalLM: layer 0 is of type linear_attention"),
+        ("qwen3_next", NEXT, r"Qwen3NextForCausalLM: layer 1 is of type linear_attention"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM does not support pluggable attention"),
+        ("deepseek_v3", MLA, r"model.layers.0 \(DeepseekV3DecoderLayer\) stores KV in another form"),
+        ("gemma3n_text", SHARED, r"layers.2 \(Gemma3nTextDecoderLayer\) attends to KV that it did not write itself"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+    ],
+)
+def test_unsupported_architectures_are_refused_by_name(
+    tmp_path: Path, arch: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelUnsupported, match=message):
+        load(save_tiny(arch, tmp_path, **settings))
+
+
+def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelUnsupported, match="T5ForConditionalGeneration is not a decoder-only"):
+        load(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_thing", "architectures": ["NoSuch"]}))
+    with pytest.raises(ModelUnsupported, match="no_such_thing"):
+        load(tmp_path)
+
+
+def test_missing_weights_are_refused_instead_of_made_up(tmp_path: Path) -> None:
+    weights = save_tiny("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=r"1 missing keys.*layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    weights = save_tiny("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=r"model\.norm\.weight"):
+        load(tmp_path)
+
+
+def test_an_incomplete_folder_is_a_file_error(tmp_path: Path) -> None:
+    (save_tiny("llama", tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        load(tmp_path)
+
+
+def test_a_model_that_ignores_position_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    inner = model.model.rotary_emb
+    stock = inner.forward
+    monkeypatch.setattr(
+        inner, "forward", lambda x, position_ids: stock(x, torch.arange(x.shape[1])[None])
+    )
+    with pytest.raises(ModelUnsupported, match="off the model's own"):
+        layout_of(model)
+
+
+def test_a_bidirectional_model_is_refused() -> None:
+    with pytest.raises(ModelUnsupported, match="neither causal nor a sliding window"):
+        layout_of(tiny_model("gemma3_text", use_bidirectional_attention=True))
+
+
+def test_windows_come_from_the_masks_the_model_asks_for() -> None:
+    def windows(arch: str, **settings: Any) -> list[int | None]:
+        return [layer.window for layer in layout_of(tiny_model(arch, **settings)).layout.layers]
+
+    assert windows("llama") == [None, None]
+    assert windows("mistral") == [WINDOW, WINDOW]
+    assert windows("gemma2") == [WINDOW, None]
+    # Phi-3.5-MoE masks a window without telling its attention function.
+    assert windows("phimoe", sliding_window=3, num_local_experts=2) == [3, 3]
+
+
+def test_long_rope_is_served_up_to_where_its_frequencies_change() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    made = {"rope_parameters": scaling, "original_max_position_embeddings": 64}
+    assert layout_of(tiny_model("phi3", **made)).max_positions == 64
+    with pytest.raises(ModelUnsupported, match="longer than 64 tokens"):
+        engine(tiny_model("phi3", **made))
