@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
+import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,6 @@ from pdq import connection, scripts
 from pdq.config import RedisSettings
 from pdq.connection import RedisError
 from pdq.errors import (
-    DeadlineExceeded,
     IdConflict,
     InvalidRequest,
     QueueFull,
@@ -31,6 +30,7 @@ from pdq.errors import (
 from pdq.keys import CANCELS, GROUP, Keys
 from pdq.messages import (
     LANES,
+    VERSION,
     BadMessage,
     Event,
     Message,
@@ -42,13 +42,16 @@ from pdq.messages import (
     decode,
     encode,
 )
-from pdq.queue import CANCELLED
+from pdq.queue import CANCELLED, EXPIRED, WAITED
 from pdq.replies import ReplyHub
 from pdq.validate import make_request
 
-CHECK_SECONDS = 5.0  # a silent request is looked up this often: it may be gone with a flushed Redis
-DEADLINE_GRACE = 10.0  # workers end a request at its deadline; a reader gives up this much later
-CANCELLED_TTL_MS = 60_000
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 2.0  # a silent request is looked up this often: it may have been lost, or nobody may be there to end it
+OVERDUE_GRACE_MS = 3_000  # workers end a request at its deadline; a reader does it this much later
+ENDED_TTL_MS = 60_000
+BYTES_PER_TOKEN = 4  # a guess, for the cost of a prompt that is still text
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,10 @@ class Status:
 class Handle:
     """A submitted request. Handles hold no resources; one can be made again from the id by `AsyncClient.attach`."""
 
-    def __init__(self, client: AsyncClient, request_id: str, timeout: float | None = None) -> None:
+    def __init__(self, client: AsyncClient, request_id: str, *, submitted: bool = False) -> None:
         self.id = request_id
         self._client = client
-        self._deadline = None if timeout is None else time.monotonic() + timeout + DEADLINE_GRACE
+        self._submitted = submitted  # here, so that its absence is a loss
 
     async def stream(self, after: int = 0) -> AsyncIterator[Event]:
         """The events after the first `after` tokens, in order, the terminal one last.
@@ -127,26 +130,38 @@ class Handle:
         return await self._client.status(self.id)
 
     async def _check(self, last_id: str) -> None:
+        """Nothing came for a while: make sure that something still can. Raises what ended the request for good."""
         try:
-            status = await self.status()
+            status = await self._client.check(self.id)
         except Unavailable:
             return  # the reader of the replies counts how long Redis is away
+        except RequestNotFound as e:
+            if self._submitted:
+                raise Unavailable("Redis lost the request", retry_after=1.0) from e
+            raise
         if status.state == "done" and not await self._client.has_events(self.id, last_id):
             raise RequestFailed("the reply stream was lost")
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            raise DeadlineExceeded("no worker ended the request at its deadline")
 
 
 class AsyncClient:
     """Submits to one pool. Use as an async context manager, or call `aclose`.
 
-    max_queued: submits are refused with QueueFull while this many requests wait for prefill.
+    Submits are refused with QueueFull while `max_queued` requests wait for or are in prefill, or if their prompt tokens
+    (estimated for text) would exceed `max_queued_tokens`.
     """
 
-    def __init__(self, settings: RedisSettings | None = None, *, max_queued: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        settings: RedisSettings | None = None,
+        *,
+        max_queued: int | None = None,
+        max_queued_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
         self.settings = settings or RedisSettings.load(**options)
         self.keys = Keys(self.settings.pool)
         self.max_queued = max_queued or 0
+        self.max_queued_tokens = max_queued_tokens or 0
         self._redis = connection.command(self.settings.redis_url)
         self._waiting = connection.blocking(self.settings.redis_url)
         self.hub = ReplyHub(self._redis, self._waiting, self.keys)
@@ -173,6 +188,7 @@ class AsyncClient:
         model: str = "",
         lane: str = "normal",
         timeout: float = 600.0,
+        queue_timeout: float = 0.0,
         id: str | None = None,  # noqa: A002  the public name of the thing
         idempotency_key: str | None = None,
         tenant: str = "",
@@ -180,8 +196,9 @@ class AsyncClient:
     ) -> Handle:
         """Queue a request: exactly one of `prompt`, `messages`, `token_ids`, and SamplingParams' fields as keywords.
 
-        lane: "high", "normal" or "batch". timeout: seconds to the last token. id: chosen by the caller; submitting the
-        same request with the same id (or idempotency key) again gives the first one. No seed means a random one.
+        lane: "high", "normal" or "batch". timeout: seconds to the last token. queue_timeout: seconds until a worker
+        takes it, 0 for no limit. id: chosen by the caller; submitting the same request with the same id (or idempotency
+        key) again gives the first one. No seed means a random one.
 
         Raises InvalidRequest (`param` names the field), IdConflict, QueueFull, Unavailable.
         """
@@ -193,10 +210,10 @@ class AsyncClient:
             name = uuid.uuid4().hex if id is None else id
         request = make_request(
             id=name, prompt=prompt, messages=messages, token_ids=token_ids,
-            model=model, lane=lane, timeout=timeout, tenant=tenant, sampling=sampling,
+            model=model, lane=lane, timeout=timeout, queue_timeout=queue_timeout, tenant=tenant, sampling=sampling,
         )  # fmt: skip
         await self._submit(request, fresh_seed=sampling.get("seed") is None)
-        return Handle(self, request.id, request.timeout)
+        return Handle(self, request.id, submitted=True)
 
     async def _submit(self, request: Request, *, fresh_seed: bool) -> None:
         data = encode(request)
@@ -204,18 +221,19 @@ class AsyncClient:
         same = encode(_unseeded(request)) if fresh_seed else data
         lanes = [self.keys.prefill(lane) for lane in LANES]
         call = scripts.submit(
-            [self.keys.request(request.id), self.keys.prefill(request.lane), *lanes],
-            *(request.id, data, hashlib.sha256(same).digest(), request.lane),
-            *(int(request.timeout * 1000), self.max_queued),
+            [self.keys.request(request.id), self.keys.load, self.keys.prefill(request.lane), *lanes],
+            *(VERSION, request.id, data, hashlib.sha256(same).digest(), request.lane),
+            *(_ms(request.timeout), _ms(request.queue_timeout)),
+            *(_cost(request), self.max_queued, self.max_queued_tokens),
         )
         try:
-            verdict, depth = await call.run(self._redis)
+            verdict, depth, tokens = await call.run(self._redis)
         except RedisError as e:
             raise _unavailable(e) from e
         if verdict == b"conflict":
             raise IdConflict(f"id {request.id!r} belongs to a different request", param="id")
         if verdict == b"full":
-            raise QueueFull(f"{depth} requests are waiting, the limit is {self.max_queued}", retry_after=1.0)
+            raise QueueFull(f"{depth} requests with {tokens} prompt tokens are waiting for prefill", retry_after=1.0)
 
     def attach(self, request_id: str) -> Handle:
         """A handle for a request submitted earlier, here or elsewhere."""
@@ -224,8 +242,8 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> bool:
         keys = self.keys
         call = scripts.cancel(
-            [keys.request(request_id), keys.out(request_id), keys.cancels, *map(keys.prefill, LANES), keys.decode],
-            *(GROUP, request_id, CANCELLED, CANCELLED_TTL_MS, CANCELS, *LANES),
+            [*self._of(request_id), keys.cancels, *map(keys.prefill, LANES), keys.decode],
+            *(GROUP, request_id, CANCELLED, ENDED_TTL_MS, CANCELS, *LANES),
         )
         try:
             verdict = await call.run(self._redis)
@@ -248,6 +266,27 @@ class AsyncClient:
         return Status(
             stage.decode(), state.decode(), int(attempt), int(pos), None if reason is None else reason.decode()
         )
+
+    async def check(self, request_id: str) -> Status:
+        """As `status`, and see to it that the request can still end: see lua/check."""
+        keys = self.keys
+        call = scripts.check(
+            [*self._of(request_id), *map(keys.prefill, LANES), keys.decode],
+            *(GROUP, request_id, ENDED_TTL_MS, OVERDUE_GRACE_MS, EXPIRED, WAITED, *LANES),
+        )
+        try:
+            found = await call.run(self._redis)
+        except RedisError as e:
+            raise _unavailable(e) from e
+        if not found:
+            raise RequestNotFound(f"there is no request {request_id!r}; results are kept for a limited time")
+        stage, state, attempt, pos, reason, done = found
+        if done:
+            log.warning("%s: %s by its reader", request_id, done.decode())
+        return Status(stage.decode(), state.decode(), int(attempt), int(pos), reason.decode() or None)
+
+    def _of(self, request_id: str) -> list[str]:
+        return [self.keys.request(request_id), self.keys.out(request_id), self.keys.load]
 
     async def has_events(self, request_id: str, after: str) -> bool:
         """Are there events after entry id `after`? Raises Unavailable."""
@@ -284,6 +323,18 @@ def _unseeded(request: Request) -> Request:
     values = {f.name: getattr(request, f.name) for f in fields(Request)}
     chosen = {f.name: getattr(request.sampling, f.name) for f in fields(SamplingParams)} | {"seed": 0}
     return Request(**values | {"sampling": SamplingParams(**chosen)})
+
+
+def _cost(request: Request) -> int:
+    """Prompt tokens, counted or guessed."""
+    if request.token_ids is not None:
+        return len(request.token_ids)
+    texts = [request.prompt or "", *(m.content for m in request.messages or ())]
+    return sum(len(t.encode()) for t in texts) // BYTES_PER_TOKEN + 1
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
 
 
 def _unavailable(error: RedisError) -> Unavailable:

@@ -130,6 +130,7 @@ class WorkerSettings(ProcessSettings):
     name: str | None = setting(None, "Worker name, unique in the pool; default: stage, host, pid and a random part.")
     threads: int | None = setting(None, "Compute threads; default: all cores. pdq serve divides the cores.", low=1)
     lease_seconds: float = setting(20.0, "A worker silent for this long loses its jobs to others.", low=0.5, high=3600)
+    stall_seconds: float = setting(120.0, "A worker whose work stands still for this long lets its jobs go.", low=1)
     max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)
     result_ttl: float = setting(600.0, "Seconds a finished request can still be read.", low=1, high=86400 * 7)
     kv_ttl: float = setting(3600.0, "Seconds an unused KV block stays in Redis.", low=1, high=86400 * 30)
@@ -151,6 +152,15 @@ class PrefillSettings(WorkerSettings):
     """`pdq worker prefill`."""
 
     chunk_tokens: int = setting(512, "Prompt tokens in one forward.", low=1, high=65536)
+    max_handoff: str = setting("4GiB", "Prefill pauses while more KV than this waits for decode workers.")
+
+    @property
+    def max_handoff_bytes(self) -> int:
+        return parse_bytes("max_handoff", self.max_handoff)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.max_handoff_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +180,9 @@ class GatewaySettings(ProcessSettings):
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     max_body: str = setting("32MiB", "Largest request body.")
     request_timeout: float = setting(600.0, "Seconds from submit to the last token.", low=0.1, high=86400)
+    queue_timeout: float = setting(0.0, "Seconds a request may wait for a prefill worker; 0: no limit.", low=0)
     max_queued: int = setting(1024, "Requests waiting for prefill before new ones get 429.", low=1)
+    max_queued_tokens: int = setting(1_000_000, "Prompt tokens waiting for prefill before new ones get 429.", low=1)
 
     @property
     def max_body_bytes(self) -> int:

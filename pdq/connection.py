@@ -89,3 +89,14 @@ def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e
     return redis.Redis.from_pool(pool)
+
+
+async def check_server(client: AsyncRedis, role: str) -> None:
+    """Refuse a server that may evict live jobs. role: "queue" or "kv". Raises ConfigError, RedisError."""
+    memory = await client.info("memory")
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    if role == "queue" and policy.startswith("allkeys"):
+        raise ConfigError(
+            f"redis_url: maxmemory-policy {policy} may evict queued requests; set it with "
+            "'CONFIG SET maxmemory-policy volatile-lru' (or noeviction), or give the queue a Redis of its own"
+        )

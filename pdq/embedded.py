@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdq.errors import ConfigError
+from pdq.errors import ConfigError, Unavailable
 from pdq.machine import free_port
 from pdq.supervisor import Program
 
@@ -58,13 +58,13 @@ class Embedded:
         )
 
     async def ready(self) -> None:
-        """Returns when the server answers, its data loaded. Raises ConfigError after five minutes."""
+        """Returns when the server answers, its data loaded. Raises Unavailable after five minutes."""
         deadline = time.monotonic() + _LOADING_SECONDS
         while time.monotonic() < deadline:
             if await asyncio.to_thread(_answers, self.port):
                 return
             await asyncio.sleep(0.05)
-        raise ConfigError(f"the embedded Valkey does not answer; see {self.folder / LOG}")
+        raise Unavailable(f"the embedded Valkey does not answer; see {self.folder / LOG}")
 
     def release(self) -> None:
         os.close(self.lock)

@@ -1,8 +1,7 @@
 """Converts one GGUF file to a model folder (Hugging Face layout): `python -m pdq.gguf SOURCE.gguf FOLDER`.
 
-Run by `converted.py` in a process of its own. Needs numpy and the `gguf` package, not torch: tensors are dequantised a
-few rows at a time and streamed to disk, so a big model needs little memory. Everything a file says is either understood
-or the file is refused: a guess here would be a model that answers slightly wrong.
+Run by `converted.py` in a process of its own. Needs numpy and `gguf`, not torch: tensors are dequantised a few rows at a
+time and streamed to disk. What a file says is understood or the file is refused: a guess would be a slightly wrong model.
 
 Weights are stored as dequantised, in float32 (half-precision tensors as they are); models above WIDE_BYTES in bfloat16.
 
@@ -95,16 +94,7 @@ def convert(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
 
 def model_config(meta: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """config.json for this file. Raises ModelUnsupported for what cannot be expressed in it."""
-    arch = str(meta.get("general.architecture"))
-    if arch not in _CLASSES:
-        raise _unsupported(f"its architecture is {arch!r} and not one of {', '.join(_CLASSES)}")
-    if meta.get("split.count", 1) > 1:
-        raise _unsupported("it is one part of a split file; merge the parts first")
-    own = {key.removeprefix(arch + "."): value for key, value in meta.items() if key.startswith(arch + ".")}
-    if unknown := sorted(own.keys() - _KNOWN_KEYS):
-        raise _unsupported(f"its key {arch}.{unknown[0]} is not understood")
-    if own.get("expert_count", 0):
-        raise _unsupported("it is a mixture of experts")
+    arch, own = _understood(meta)
     heads = own["attention.head_count"]
     head_dim = own.get("attention.key_length") or own["embedding_length"] // heads
     if own.get("rope.dimension_count", head_dim) != head_dim or own.get("attention.value_length", head_dim) != head_dim:
@@ -176,6 +166,21 @@ def write_safetensors(path: Path, weights: list[Weight], tell: Callable[[str], N
                 tell(f"{100 * (file.tell() - start) // total} % converted")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _understood(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The architecture and its own keys. Raises ModelUnsupported."""
+    arch = str(meta.get("general.architecture"))
+    if arch not in _CLASSES:
+        raise _unsupported(f"its architecture is {arch!r} and not one of {', '.join(_CLASSES)}")
+    if meta.get("split.count", 1) > 1:
+        raise _unsupported("it is one part of a split file; merge the parts first")
+    own = {key.removeprefix(arch + "."): value for key, value in meta.items() if key.startswith(arch + ".")}
+    if unknown := sorted(own.keys() - _KNOWN_KEYS):
+        raise _unsupported(f"its key {arch}.{unknown[0]} is not understood")
+    if own.get("expert_count", 0):
+        raise _unsupported("it is a mixture of experts")
+    return arch, own
 
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
@@ -271,9 +276,7 @@ def _llama3_rope(theta: float, head_dim: int, divisors: np.ndarray[Any, Any]) ->
 
 
 def _unsupported(reason: str) -> ModelUnsupported:
-    return ModelUnsupported(
-        f"this GGUF file cannot be converted: {reason}. Use the model's safetensors folder instead."
-    )
+    return ModelUnsupported(f"this GGUF file cannot be converted: {reason}. Its safetensors folder may run.")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

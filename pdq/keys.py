@@ -4,6 +4,7 @@
     {pdq:P}:decode            stream  request ids waiting for or in decode    entry deleted with its ack
     {pdq:P}:req:<id>          hash    one request                             TTL from the terminal event on
     {pdq:P}:out:<id>          stream  its reply events                        TTL from the terminal event on
+    {pdq:P}:load              hash    sums over all requests (see lua/common)  one per pool
     {pdq:P}:dead              stream  dead letters                            trimmed to DEAD_LETTERS
     {pdq:P}:cancels           stream  ids of cancelled running requests       trimmed to CANCELS
     {pdq:P}:workers           zset    worker name -> last heartbeat, ms       stale members removed by heartbeats
@@ -48,6 +49,10 @@ class Keys:
 
     def out(self, request_id: str) -> str:
         return f"{self._tag}:out:{request_id}"
+
+    @property
+    def load(self) -> str:
+        return f"{self._tag}:load"
 
     @property
     def dead(self) -> str:

@@ -61,10 +61,12 @@ class Running:
 class Leases:
     """The thread. Use as a context manager; `add` and `remove` from the event loop."""
 
-    def __init__(self, redis: SyncRedis, keys: Keys, lease_seconds: float) -> None:
+    def __init__(self, redis: SyncRedis, keys: Keys, lease_seconds: float, stall_seconds: float) -> None:
         self._redis = redis
         self._keys = keys
         self._seconds = lease_seconds
+        self._stall_seconds = stall_seconds
+        self._progress = time.monotonic()
         self._running: dict[str, Running] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="pdq-leases", daemon=True)
@@ -82,8 +84,18 @@ class Leases:
 
     def add(self, job: Job) -> Running:
         running = Running(job, self._seconds)
+        self.progress()
         self._running[job.id] = running
         return running
+
+    def progress(self) -> None:
+        """The work has moved: a forward is done, a job has begun or ended."""
+        self._progress = time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        """Are there jobs, but has nothing moved for `stall_seconds`? Then no lease is renewed: others may do better."""
+        return bool(self._running) and time.monotonic() - self._progress > self._stall_seconds
 
     def remove(self, running: Running) -> None:
         if self._running.get(running.job.id) is running:
@@ -96,6 +108,9 @@ class Leases:
 
     def _loop(self) -> None:
         while not self._stop.wait(self._seconds / 4):
+            if self.stalled:
+                log.error("nothing has moved for %g s: the leases are left to run out", self._stall_seconds)
+                continue
             for running in list(self._running.values()):
                 self._renew(running)
 

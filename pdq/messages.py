@@ -24,7 +24,7 @@ LANES = ("high", "normal", "batch")
 
 
 class BadMessage(ValueError):
-    """A wire value that is not the message it should be. `newer` is true if its version is above ours."""
+    """A wire value that is not the message it should be. newer: its version is above ours."""
 
     def __init__(self, text: str, *, newer: bool = False) -> None:
         super().__init__(text)
@@ -62,7 +62,8 @@ class SamplingParams:
 class Request:
     """What a client asked. Exactly one of `token_ids`, `prompt`, `messages` is set.
 
-    timeout: seconds from submit to the last token. tenant: separates prefix caches (salt of the hash chain).
+    timeout: seconds from submit to the last token. queue_timeout: seconds until a worker takes it, 0 for no limit.
+    tenant: separates prefix caches (salt of the hash chain).
     model: served model name; "" means the one the pool serves.
     """
 
@@ -75,6 +76,7 @@ class Request:
     lane: str = "normal"
     timeout: float = 600.0
     tenant: str = ""
+    queue_timeout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

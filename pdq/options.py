@@ -1,8 +1,8 @@
 """Command-line options made from settings classes (config.py), so that a setting is written down once.
 
 A field `max_batch: int = setting(16, "Sequences decoded together.", low=1)` becomes
-`--max-batch INTEGER  Sequences decoded together. (1 to 1024, default 16)  [env var: PDQ_MAX_BATCH]`.
-Values stay text here: config.py checks them, with the same words for an option as for a variable.
+`--max-batch INTEGER  Sequences decoded together. (PDQ_MAX_BATCH, 1 to 1024, default 16)`.
+Values stay text here, and variables are left alone: config.py reads and checks both, with the same words.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def _option(cls: type[Settings], f: Field[Any]) -> inspect.Parameter:
         "--" + f.name.replace("_", "-"),
         metavar=_metavar(cls, f),
         help=f.metadata["help"] + _remark(f),
-        envvar=env_name(f.name),
         show_default=False,
         rich_help_panel=_panel(cls, f.name),
     )
@@ -74,17 +73,17 @@ def _metavar(cls: type[Settings], f: Field[Any]) -> str:
 
 
 def _remark(f: Field[Any]) -> str:
-    """The limits and the default of a setting, in brackets."""
+    """The variable, the limits and the default of a setting, in brackets."""
     low, high = f.metadata["low"], f.metadata["high"]
     default: Any = f.default
-    parts = []
+    parts = [env_name(f.name)]
     if high is not None:
         parts.append(f"{number(low)} to {number(high)}")
     elif low is not None:
         parts.append(f"at least {number(low)}")
     if default not in (None, ""):
         parts.append(f"default {default if isinstance(default, str) else number(default)}")
-    return f" ({', '.join(parts)})" if parts else ""
+    return f" ({', '.join(parts)})"
 
 
 def _panel(cls: type[Settings], name: str) -> str:

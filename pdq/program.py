@@ -47,10 +47,10 @@ def run_program(stage: str, settings_class: type[S], build: Callable[[S, Parts],
     try:
         settings = settings_class.load()
         served, engine, tokenizer = _load(settings)
+        asyncio.run(_work(stage, settings, served, engine, tokenizer, build))
     except (ConfigError, ModelUnsupported) as e:
         log.error("%s", e)
         sys.exit(2)
-    asyncio.run(_work(stage, settings, served, engine, tokenizer, build))
 
 
 def _load(settings: WorkerSettings) -> tuple[str, Engine, Tokenizer]:

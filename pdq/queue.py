@@ -17,7 +17,7 @@ from pdq import scripts
 from pdq.connection import BLOCK_SECONDS, AsyncRedis, SyncRedis
 from pdq.errors import DeadlineExceeded, LostLease, PdqError, RequestCancelled, RequestFailed
 from pdq.keys import DEAD_LETTERS, GROUP, Keys
-from pdq.messages import LANES, BadMessage, Event, Handoff, Request, Timings, decode, encode
+from pdq.messages import LANES, VERSION, BadMessage, Event, Handoff, Request, Timings, decode, encode
 
 Entry = tuple[str, str, str]  # stream, entry id, request id
 
@@ -30,6 +30,7 @@ def end_event(error: PdqError, index: int = 0) -> Event:
 
 CANCELLED = encode(end_event(RequestCancelled("the request was cancelled")))
 EXPIRED = encode(end_event(DeadlineExceeded("the request's deadline has passed")))
+WAITED = encode(end_event(DeadlineExceeded("no worker took the request within its queue timeout")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +145,14 @@ class Queue:
     async def claim(self, entry: Entry) -> Job | None:
         """Become the owner of the entry's request. None if there is nothing to do: it ended, or somebody else has it.
 
-        A request whose message cannot be read is failed for good; of a *newer* version it is left to newer workers.
+        A request whose message cannot be read is failed for good; one of a newer protocol is left to newer workers.
         """
         stream, entry_id, request_id = entry
         keys = self.keys
         reply = await scripts.claim(
-            [keys.request(request_id), keys.out(request_id), stream, keys.dead],
-            *(GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts, self._ttl_ms, DEAD_LETTERS),
-            *(CANCELLED, EXPIRED, self._dead_event),
+            [keys.request(request_id), keys.out(request_id), stream, keys.dead, keys.load],
+            *(VERSION, GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts),
+            *(self._lease_ms, self._ttl_ms, DEAD_LETTERS, CANCELLED, EXPIRED, WAITED, self._dead_event),
         ).run(self._redis)
         if reply[0] != b"ok":
             return None
@@ -172,9 +173,6 @@ class Queue:
 
     async def _refuse(self, stream: str, entry: str, request_id: str, attempt: int, why: BadMessage) -> None:
         fence = (attempt, self.owner, GROUP, entry)
-        if why.newer:
-            await scripts.release([self.keys.request(request_id), stream], *fence, request_id).run(self._redis)
-            return
         event = encode(end_event(RequestFailed(f"the queued request cannot be read: {why}")))
         await self._fail(stream, request_id, fence, event, str(why), max_attempts=0)
 
@@ -195,7 +193,10 @@ class Queue:
         span = (event.index, event.index + len(event.token_ids), encode(event))
         if event.finish_reason is None:
             return scripts.append(keys, job.attempt, job.owner, *span)
-        return scripts.finish([*keys, job.stream], *job.fence(), *span, event.finish_reason, self._ttl_ms)
+        attempt, owner, *place = job.fence()
+        return scripts.finish(
+            [*keys, self.keys.load, job.stream], attempt, owner, *span, *place, event.finish_reason, self._ttl_ms
+        )
 
     async def emitted(self, job: Job) -> list[int]:
         """The tokens an earlier attempt or stage made visible. Raises BadMessage if they are not there any more."""
@@ -212,10 +213,20 @@ class Queue:
             raise BadMessage(f"{job.visible} tokens are visible, {len(tokens)} were found")
         return tokens
 
-    async def hand_off(self, job: Job, handoff: Handoff) -> None:
-        """Put the request into the decode stage. Raises LostLease, RequestCancelled."""
-        keys = [self.keys.request(job.id), job.stream, self.keys.decode]
-        await self._transition(scripts.handoff(keys, *job.fence(), job.id, encode(handoff)))
+    async def hand_off(self, job: Job, handoff: Handoff) -> int:
+        """Put the request into the decode stage; returns the KV tokens that wait there now.
+
+        Raises LostLease, RequestCancelled.
+        """
+        keys = [self.keys.request(job.id), job.stream, self.keys.decode, self.keys.load]
+        call = scripts.handoff(keys, *job.fence(), job.id, encode(handoff), handoff.kv_length, VERSION)
+        verdict, held = await call.run(self._redis)
+        _check(_text(verdict))
+        return int(held)
+
+    async def held(self) -> int:
+        """KV tokens that were handed over and wait for a decode worker."""
+        return int(await self._redis.hget(self.keys.load, "held") or 0)
 
     async def end(self, job: Job, error: PdqError) -> None:
         """End the request with an error that no retry would change. Raises LostLease."""
@@ -239,7 +250,7 @@ class Queue:
     ) -> str:
         delay_ms = min(int(delay * 1000), self._lease_ms)
         call = scripts.fail(
-            [self.keys.request(request_id), self.keys.out(request_id), stream, self.keys.dead],
+            [self.keys.request(request_id), self.keys.out(request_id), stream, self.keys.dead, self.keys.load],
             *(*fence, request_id, self.stage, max_attempts, delay_ms, self._lease_ms),
             *(event, why[:500], self._ttl_ms, DEAD_LETTERS),
         )
@@ -251,8 +262,12 @@ class Queue:
 
     async def requeue(self, job: Job, most: int = 1) -> bool:
         """Send a decode job back to prefill since its KV is gone; False if that happened `most` times before."""
-        keys = [self.keys.request(job.id), job.stream, self.keys.prefill(job.request.lane)]
+        keys = [self.keys.request(job.id), job.stream, self.keys.prefill(job.request.lane), self.keys.load]
         return await self._transition(scripts.requeue(keys, *job.fence(), job.id, most)) == "ok"
+
+    async def sweep(self, idle: float, most: int = 100) -> int:
+        """Forget up to `most` consumers with nothing pending that were silent for `idle` seconds; how many."""
+        return int(await scripts.sweep(self.streams, GROUP, int(idle * 1000), most).run(self._redis))
 
     async def leave(self) -> None:
         """Remove this worker's consumers, as far as nothing is pending for them."""

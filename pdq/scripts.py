@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ReadOnlyError
 
 from pdq.connection import AsyncRedis, SyncRedis
 
@@ -41,6 +41,10 @@ class Call:
             return await redis.evalsha(*self._evalsha())
         except NoScriptError:
             return await redis.eval(*self._eval())
+        except ReadOnlyError:
+            # The master has become a replica: only new connections can find the new master.
+            await redis.connection_pool.disconnect(inuse_connections=False)
+            raise
 
     def run_sync(self, redis: SyncRedis) -> Any:
         """The same from a thread."""
@@ -74,7 +78,9 @@ fail = Script("fail")
 release = Script("release")
 requeue = Script("requeue")
 cancel = Script("cancel")
+check = Script("check")
 leave_group = Script("leave_group")
+sweep = Script("sweep")
 
 
 async def run_many(redis: AsyncRedis, calls: Sequence[Call]) -> list[Any]:

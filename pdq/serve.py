@@ -35,16 +35,6 @@ MEMORY_SHARE = 4  # the embedded Valkey gets one in this many bytes
 _MARGIN_SECONDS = 5.0  # a child that drains by its own clock gets this much more before it is killed
 _VALKEY_SECONDS = 30.0  # to write what is left of its file
 _POLL_SECONDS = 0.5
-_FIND_MODEL = """
-import json, sys
-from pdq.errors import PdqError
-from pdq.models import find_model
-try:
-    found = find_model(sys.argv[1], served_model_name=sys.argv[2] or None, say=lambda t: print(t, file=sys.stderr))
-except PdqError as e:
-    sys.exit(print(f"error: {e}", file=sys.stderr) or 2)
-print(json.dumps([str(found.folder), found.name]))
-"""
 
 
 def run(settings: ServeSettings, screen: Screen, restarts: Restarts | None = None) -> int:
@@ -161,7 +151,7 @@ class Pool:
                 models = await asyncio.to_thread(get, *address, "/v1/models")
                 if models is not None and models.body.get("data"):
                     return dict(models.body["data"][0])
-            self._screen.progress(f"loading: {_missing(ready)}")
+            self._screen.progress(f"waiting for {_missing(ready)}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _or_failure(self, work: Coroutine[Any, Any, T]) -> T:
@@ -188,9 +178,10 @@ def forget_workers(settings: ServeSettings) -> None:
 async def find_model(settings: ServeSettings, screen: Screen) -> ServeSettings:
     """`settings` with the model as a folder and the name clients use; fetched and converted first if need be.
 
-    Done once and in a process of its own: converting needs torch, and its memory goes with it. Raises ConfigError.
+    Done once, in a process of its own (fetch.py). Raises ConfigError.
     """
-    command = (sys.executable, "-c", _FIND_MODEL, settings.model, settings.served_model_name or "")
+    names = [settings.model, *([settings.served_model_name] if settings.served_model_name else [])]
+    command = (sys.executable, "-m", "pdq.fetch", *names)
     program = Program(name="model", argv=command, env=settings.environ_of_child())
     output = Output(screen.progress)
     async with output.pipe() as write:

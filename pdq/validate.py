@@ -40,6 +40,7 @@ def make_request(
     model: str,
     lane: str,
     timeout: float,
+    queue_timeout: float,
     tenant: str,
     sampling: Mapping[str, Any],
 ) -> Request:
@@ -50,8 +51,9 @@ def make_request(
         raise _wrong("id", f"1 to {MAX_ID_CHARS} printable ASCII characters other than space and braces are allowed")
     if lane not in LANES:
         raise _wrong("lane", f"one of {', '.join(LANES)} is wanted, got {lane!r}")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86400 * 7:
-        raise _wrong("timeout", f"seconds above 0 and at most a week are allowed, got {timeout!r}")
+    for name, seconds, low in (("timeout", timeout, 0.001), ("queue_timeout", queue_timeout, 0)):
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not low <= seconds <= 86400 * 7:
+            raise _wrong(name, f"seconds of at least {low} and at most a week are allowed, got {seconds!r}")
     if sum(x is not None for x in (prompt, messages, token_ids)) != 1:
         raise _wrong("prompt", "exactly one of prompt, messages and token_ids is wanted")
     if prompt is not None:
@@ -61,6 +63,7 @@ def make_request(
     return Request(
         id=id, sampling=make_sampling(sampling), prompt=prompt, messages=_messages(messages),
         token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout), tenant=tenant,
+        queue_timeout=float(queue_timeout),
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from redis.exceptions import OutOfMemoryError
+
 from pdq import connection
 from pdq.config import WorkerSettings
 from pdq.connection import RedisError
@@ -35,7 +37,9 @@ T = TypeVar("T")
 BEAT_SECONDS = 2.0
 BEAT_TTL_MS = 10_000
 STALE_MS = 60_000
+SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
+OOM_DELAY = 2.0
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 
@@ -49,6 +53,10 @@ class Stage(Protocol):
 
     async def work(self, running: Running) -> None:
         """Carry the job through this stage: hand it off or end it. Errors are the worker's to turn into transitions."""
+        ...
+
+    async def ready(self) -> None:
+        """Return when the stage can use another job (back-pressure); the claims wait for it. Raises RedisError."""
         ...
 
     async def serve(self) -> None:
@@ -74,11 +82,13 @@ class Worker:
             self._redis, self._waiting, keys=self.keys, stage=stage_name, owner=self.name,
             lease_seconds=settings.lease_seconds, max_attempts=settings.max_attempts, result_ttl=settings.result_ttl,
         )  # fmt: skip
-        self._leases = Leases(connection.lease(settings.redis_url), self.keys, settings.lease_seconds)
+        self.leases = Leases(
+            connection.lease(settings.redis_url), self.keys, settings.lease_seconds, settings.stall_seconds
+        )
         self._jobs: dict[asyncio.Task[None], Running] = {}
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
-        self._next_reclaim = 0.0
+        self._next_reclaim = self._next_sweep = 0.0
         self.counters: Counter[str] = Counter()
 
     async def run(self, stage: Stage) -> None:
@@ -86,7 +96,7 @@ class Worker:
         self._listen_to_signals()
         loops = (self._claims(stage), self._beats(stage), self._cancels(), stage.serve(), self._draining.wait())
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(loop) for loop in loops]
-        with self._leases:
+        with self.leases:
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -143,12 +153,13 @@ class Worker:
         delay = 0.1
         while not self._draining.is_set():
             free = stage.capacity - len(self._jobs)
-            if free <= 0:
+            if free <= 0 or self.leases.stalled:
                 self._changed.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), READ_SECONDS)
                 continue
             try:
+                await stage.ready()
                 for entry in await self._entries(free):
                     job = await self.queue.claim(entry)
                     if job is not None:
@@ -161,6 +172,9 @@ class Worker:
 
     async def _entries(self, free: int) -> list[Entry]:
         now = time.monotonic()
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_SECONDS
+            await self.queue.sweep(idle=max(SWEEP_SECONDS, 3 * self.settings.lease_seconds))
         if now >= self._next_reclaim:
             self._next_reclaim = now + min(self.settings.lease_seconds / 4, 1.0)
             if found := await self.queue.reclaim(free):
@@ -170,13 +184,13 @@ class Worker:
         return await self.queue.read(free, READ_SECONDS)
 
     def _start(self, stage: Stage, job: Job) -> None:
-        running = self._leases.add(job)
+        running = self.leases.add(job)
         task = asyncio.create_task(self._job(stage, running), name=f"pdq-job-{job.id}")
         self._jobs[task] = running
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._leases.remove(self._jobs.pop(task))
+        self.leases.remove(self._jobs.pop(task))
         self._changed.set()
 
     async def _job(self, stage: Stage, running: Running) -> None:
@@ -190,6 +204,8 @@ class Worker:
             except PdqError as e:
                 log.info("%s: ended: %s", job.id, e)
                 await retried(running, partial(self.queue.end, job, e))
+            except OutOfMemoryError as e:  # Redis answers, it is just full: later there may be room
+                await retried(running, partial(self.queue.fail, job, f"Redis is out of memory: {e}", OOM_DELAY))
             except RedisError:
                 raise
             except Exception as e:
@@ -203,14 +219,19 @@ class Worker:
             log.warning("%s: left to its lease, Redis does not answer: %s", job.id, e)
 
     async def _beats(self, stage: Stage) -> None:
+        """Heartbeats. Raises ConfigError if the server may evict jobs."""
+        checked = False
         while True:
             counters = self.counters + stage.counters()
             info = WorkerInfo(
                 name=self.name, stage=stage.name, model=self.model, fingerprint=self._fingerprint,
-                max_model_len=self._context, state="draining" if self._draining.is_set() else "ready",
+                max_model_len=self._context, state=self._state(),
                 running=len(self._jobs), capacity=stage.capacity, counters=tuple(sorted(counters.items())),
             )  # fmt: skip
             try:
+                if not checked:
+                    await connection.check_server(self._redis, "queue")
+                    checked = True
                 seconds, _ = await self._redis.time()
                 pipe = self._redis.pipeline(transaction=False)
                 pipe.set(self.keys.worker(self.name), encode(info), px=BEAT_TTL_MS)
@@ -220,6 +241,11 @@ class Worker:
             except RedisError as e:
                 log.debug("%s: no heartbeat: %s", self.name, e)
             await asyncio.sleep(BEAT_SECONDS)
+
+    def _state(self) -> str:
+        if self._draining.is_set():
+            return "draining"
+        return "stalled" if self.leases.stalled else "ready"
 
     async def _cancels(self) -> None:
         """Follow the stream of cancelled ids, so that a cancel is heard before the next lease renewal."""
@@ -235,7 +261,7 @@ class Worker:
             for _, entries in reply or []:
                 for entry, data in entries:
                     last = entry.decode()
-                    self._leases.cancel(data[b"id"].decode())
+                    self.leases.cancel(data[b"id"].decode())
 
 
 async def retried(running: Running, write: Callable[[], Awaitable[T]]) -> T:

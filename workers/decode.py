@@ -110,6 +110,9 @@ class DecodeStage:
     def counters(self) -> Counter[str]:
         return self._counters + self._parts.transfer.store.counters
 
+    async def ready(self) -> None:
+        """Decode takes what it has room for; nothing comes after it that could be overrun."""
+
     async def work(self, running: Running) -> None:
         handoff = running.job.handoff
         if handoff is None:
@@ -213,6 +216,7 @@ class DecodeStage:
                 sequence.end(e)
             return
         self._counters.update(steps=1, tokens=len(batch))
+        self._parts.worker.leases.progress()
         for sequence, segment, token in zip(batch, segments, tokens, strict=True):
             self._advance(sequence, len(segment.token_ids), token)
         self._to_write.set()

@@ -28,6 +28,7 @@ from pdq.worker import retried
 
 T = TypeVar("T")
 JOBS = 2  # while one computes, another may still store its last blocks and hand off
+HELD_SECONDS = 0.05  # between two looks at what waits for decode
 TAIL_GRACE = 60.0  # seconds a tail outlives its request's deadline
 
 
@@ -60,12 +61,20 @@ class PrefillStage:
         self._parts = parts
         self._turn = asyncio.Lock()
         self._computed = 0  # jobs in work whose forwards are done
+        self._held = 0  # KV tokens that waited for decode after our last handoff
+        self._most_held = settings.max_handoff_bytes // parts.engine.spec.token_bytes
         self._counters: Counter[str] = Counter()
 
     @property
     def capacity(self) -> int:
         """One job to compute, no more: a job claimed here would wait while another worker may be idle."""
         return min(1 + self._computed, JOBS)
+
+    async def ready(self) -> None:
+        """Wait while decode has more handed-over KV to take than the limit allows."""
+        while self._held > self._most_held:
+            await asyncio.sleep(HELD_SECONDS)
+            self._held = await self._parts.worker.queue.held()
 
     async def serve(self) -> None:
         await asyncio.Event().wait()
@@ -153,6 +162,7 @@ class PrefillStage:
 
     def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:
         (token,) = self._parts.engine.forward([segment])
+        self._parts.worker.leases.progress()
         return token, self._parts.transfer.export(segment.slot, chain, at, segment.slot.length)
 
     async def _first_token(self, prompt: Prompt, token: int, timings: Timings) -> bool:
@@ -178,7 +188,7 @@ class PrefillStage:
             prompt=tuple(prompt.tokens), kv_length=len(prompt.sequence), fingerprint=spec.fingerprint,
             block_size=self._settings.block_size, tail_key=key, cached_tokens=prompt.cached, timings=timings,
         )  # fmt: skip
-        await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
+        self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
 
     async def _on_engine(self, call: partial[T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._parts.compute, call)

@@ -108,7 +108,9 @@ class TorchSlot:
             raise ValueError(f"KV of {self.length} tokens is present, cannot load at {start}")
         for tokens, raw in runs:
             if tokens < 1 or raw.nbytes != tokens * self._layout.token_bytes:
-                raise ValueError(f"{raw.nbytes} bytes are not KV of {tokens} tokens of {self._layout.token_bytes} bytes")
+                raise ValueError(
+                    f"{raw.nbytes} bytes are not KV of {tokens} tokens of {self._layout.token_bytes} bytes"
+                )
         stop = start + sum(tokens for tokens, _ in runs)
         self._check_range(start, stop, self._capacity)
         for group, parts in zip(self._open_groups(), _split_runs(self._layout, runs), strict=True):

@@ -18,9 +18,9 @@ B = TypeVar("B", ChatBody, CompletionBody)
 INLINE_BYTES = 64 * 1024  # a thread costs more than parsing less than this
 PARSE_SECONDS = 30.0
 ARRIVE_SECONDS = 60.0
-# Building containers holds the interpreter, and with it the event loop, for up to a microsecond each. Text may hold as
-# many brackets, but then it is too long for any context.
-MAX_CONTAINERS = 1_000_000
+# Building values holds the interpreter, and with it the event loop, for up to a microsecond each. Text may hold as many
+# of these characters, but then it is too long for any context.
+MAX_VALUES = 2_000_000
 
 
 async def read_body(request: web.Request, schema: type[B]) -> B:
@@ -50,8 +50,8 @@ async def _receive(request: web.Request) -> bytes:
 
 
 def _parse(data: bytes, schema: type[B], limit: int) -> B:
-    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        raise InvalidRequest(f"The body has more than {MAX_CONTAINERS} arrays and objects.")
+    if sum(data.count(c) for c in (b",", b"[", b"{")) > MAX_VALUES:
+        raise InvalidRequest(f"The body has more than {MAX_VALUES} values.")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as e:

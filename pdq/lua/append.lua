@@ -1,5 +1,6 @@
 -- KEYS req, out   ARGV attempt, owner, index, pos, event
 -- The event holds the tokens [index, pos). Sent again after a lost reply it is already there, which is fine.
+even_at_maxmemory(KEYS[1])
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
 local f = redis.call('HMGET', KEYS[1], 'pos', 'cancel')
 local pos = tonumber(f[1])

@@ -1,18 +1,19 @@
--- KEYS req, out, cancels, stream of each lane..., decode stream   ARGV group, id, event, ttl, cancels kept, lanes...
+-- KEYS req, out, load, cancels, stream of each lane..., decode stream   ARGV group, id, event, ttl, cancels kept, lanes...
+even_at_maxmemory(KEYS[1])
 local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'lane', 'entry')
 if not f[1] then return 'unknown' end
 if f[2] == 'done' then return 'done' end
 if f[2] == 'running' then
   redis.call('HSET', KEYS[1], 'cancel', 1)
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2])
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2])
   return 'running'
 end
 local stream = KEYS[#KEYS]
 if f[1] == 'prefill' then
   for i = 6, #ARGV do
-    if ARGV[i] == f[3] then stream = KEYS[i - 2] end
+    if ARGV[i] == f[3] then stream = KEYS[i - 1] end
   end
 end
 leave(stream, ARGV[1], f[4])
-finish(KEYS[1], KEYS[2], ARGV[3], 'cancelled', ARGV[4])
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[3], 'cancelled', ARGV[4])
 return 'cancelled'

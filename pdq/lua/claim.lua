@@ -1,31 +1,42 @@
--- KEYS req, out, stream, dead
--- ARGV group, entry, owner, id, stage, max_tries, ttl, dead_letters, event: cancelled, event: deadline, event: dead
+-- KEYS req, out, stream, dead, load
+-- ARGV version, group, entry, owner, id, stage, max_tries, lease_ms, ttl, dead_letters,
+--      events: cancelled, deadline, queue_deadline, dead
+even_at_maxmemory(KEYS[1])
 -- The entry must be in this worker's pending list: it may have been reclaimed since it was read.
-local pending = redis.call('XPENDING', KEYS[3], ARGV[1], ARGV[2], ARGV[2], 1)
-if #pending == 0 or pending[1][2] ~= ARGV[3] then return {'lost'} end
-local f = redis.call('HMGET', KEYS[1], 'stage', 'entry', 'cancel', 'deadline', 'tries', 'attempt')
-if f[1] ~= ARGV[5] or f[2] ~= ARGV[2] then
-  leave(KEYS[3], ARGV[1], ARGV[2])
+local pending = redis.call('XPENDING', KEYS[3], ARGV[2], ARGV[3], ARGV[3], 1)
+if #pending == 0 or pending[1][2] ~= ARGV[4] then return {'lost'} end
+local f = redis.call('HMGET', KEYS[1], 'stage', 'entry', 'cancel', 'deadline', 'queue_deadline', 'tries', 'attempt', 'v')
+if f[1] ~= ARGV[6] or f[2] ~= ARGV[3] then
+  leave(KEYS[3], ARGV[2], ARGV[3])
   return {'gone'}
 end
-local t = now()
-local ended
-if f[3] then
-  ended = {'cancelled', ARGV[9]}
-elseif t > tonumber(f[4]) then
-  ended = {'deadline', ARGV[10]}
-elseif tonumber(f[5]) >= tonumber(ARGV[6]) then
-  ended = {'dead', ARGV[11]}
-  dead_letter(KEYS[4], ARGV[8], ARGV[4], ARGV[5], f[5], 'worker died or lost its lease')
+if tonumber(f[8]) > tonumber(ARGV[1]) then
+  -- A newer pdq's request: left, unclaimed and at once reclaimable, to a worker that understands it.
+  redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[4], 0, ARGV[3], 'IDLE', ARGV[8], 'JUSTID')
+  return {'newer'}
 end
-if ended then
-  leave(KEYS[3], ARGV[1], ARGV[2])
-  finish(KEYS[1], KEYS[2], ended[2], ended[1], ARGV[7])
-  return {ended[1]}
+local t = now()
+local why = overdue(f[4], f[5], f[7], t)
+local event
+if f[3] then
+  why, event = 'cancelled', ARGV[11]
+elseif why == 'deadline' then
+  event = ARGV[12]
+elseif why == 'queue_deadline' then
+  event = ARGV[13]
+elseif tonumber(f[6]) >= tonumber(ARGV[7]) then
+  why, event = 'dead', ARGV[14]
+  dead_letter(KEYS[4], ARGV[10], ARGV[5], ARGV[6], f[6], 'worker died or lost its lease')
+end
+if event then
+  leave(KEYS[3], ARGV[2], ARGV[3])
+  finish(KEYS[1], KEYS[2], KEYS[5], event, why, ARGV[9])
+  return {why}
 end
 local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
 redis.call('HINCRBY', KEYS[1], 'tries', 1)
-redis.call('HSET', KEYS[1], 'owner', ARGV[3], 'state', 'running', 't_' .. ARGV[5], t)
+redis.call('HSET', KEYS[1], 'owner', ARGV[4], 'state', 'running', 't_' .. ARGV[6], t)
+take_held(KEYS[1], KEYS[5])
 local g = redis.call('HMGET', KEYS[1], 'msg', 'handoff', 'pos', 't_submit', 't_prefill', 't_handoff', 'requeues')
 return {'ok', attempt, g[1] or '', g[2] or '', tonumber(g[3]), f[4] - t, tonumber(g[4] or t), tonumber(g[5] or t),
   tonumber(g[6] or t), t, tonumber(g[7] or 0)}

@@ -1,13 +1,21 @@
 -- Put before every script. Fields of a request hash:
---   msg, digest, lane, deadline (ms)      what was asked
+--   v (protocol version), msg, digest, lane, cost (prompt tokens, estimated), deadline, queue_deadline (ms; 0: none)
 --   stage (prefill, decode, done), state (queued, running, done), entry (id in the stage's stream)
 --   attempt (fencing number, rises at every claim), owner, tries (claims in this stage), requeues
---   pos (tokens visible in the reply stream), cancel, handoff, reason
+--   pos (tokens visible in the reply stream), cancel, handoff, held (KV tokens handed over, not yet claimed), reason
 --   t_submit, t_prefill, t_handoff, t_decode, t_end (ms)
+-- and of the pool's load hash:
+--   queued (cost of all requests in prefill), held (KV tokens of all that wait for decode)
 -- All times are the server's.
 local function now()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- At maxmemory a server refuses a script's first write if it may need memory, and runs the rest once anything has been
+-- written. Running requests must be able to end, so their scripts begin with a write that frees memory, if only in name.
+local function even_at_maxmemory(req)
+  redis.call('HDEL', req, '-')
 end
 
 -- May this worker, in this attempt, still write? A zombie's attempt is old.
@@ -24,10 +32,21 @@ local function leave(stream, group, entry)
   end
 end
 
+-- The request no longer counts as waiting KV.
+local function take_held(req, load)
+  local held = redis.call('HGET', req, 'held')
+  if held then
+    redis.call('HDEL', req, 'held')
+    redis.call('HINCRBY', load, 'held', -held)
+  end
+end
+
 -- The terminal event. 1-0 is above every token position, so Redis itself refuses a second one and all later tokens.
--- HDEL comes first: after a write that frees memory, a server at maxmemory lets the rest of the script run.
-local function finish(req, out, event, reason, ttl)
+local function finish(req, out, load, event, reason, ttl)
   redis.call('HDEL', req, 'msg', 'handoff')
+  local f = redis.call('HMGET', req, 'stage', 'cost')
+  if f[1] == 'prefill' then redis.call('HINCRBY', load, 'queued', -(f[2] or 0)) end
+  take_held(req, load)
   redis.call('HSET', req, 'stage', 'done', 'state', 'done', 'reason', reason, 't_end', now())
   redis.pcall('XADD', out, '1-0', 'e', event)
   redis.call('PEXPIRE', req, ttl)
@@ -36,4 +55,13 @@ end
 
 local function dead_letter(dead, max, id, stage, tries, reason)
   redis.pcall('XADD', dead, 'MAXLEN', '~', max, '*', 'id', id, 'stage', stage, 'tries', tries, 'reason', reason)
+end
+
+-- Why a request that is not running should end now: 'deadline', 'queue_deadline' or nil. fields: deadline,
+-- queue_deadline, attempt.
+local function overdue(deadline, queue_deadline, attempt, time)
+  if time > tonumber(deadline) then return 'deadline' end
+  local limit = tonumber(queue_deadline or '0')
+  if limit > 0 and attempt == '0' and time > limit then return 'queue_deadline' end
+  return nil
 end

@@ -1,5 +1,6 @@
--- KEYS req, out, stream, dead
+-- KEYS req, out, stream, dead, load
 -- ARGV attempt, owner, group, entry, id, stage, max_tries, delay_ms, lease_ms, event, why, ttl, dead_letters
+even_at_maxmemory(KEYS[1])
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
 local tries = tonumber(redis.call('HGET', KEYS[1], 'tries'))
 if tries < tonumber(ARGV[7]) then
@@ -9,6 +10,6 @@ if tries < tonumber(ARGV[7]) then
   return 'retry'
 end
 leave(KEYS[3], ARGV[3], ARGV[4])
-finish(KEYS[1], KEYS[2], ARGV[10], 'dead', ARGV[12])
+finish(KEYS[1], KEYS[2], KEYS[5], ARGV[10], 'dead', ARGV[12])
 dead_letter(KEYS[4], ARGV[13], ARGV[5], ARGV[6], tries, ARGV[11])
 return 'dead'

@@ -1,9 +1,12 @@
--- KEYS req, out, stream   ARGV attempt, owner, group, entry, index, pos, event, reason, ttl
+-- KEYS req, out, load, stream   ARGV attempt, owner, index, pos, event, group, entry, reason, ttl
+even_at_maxmemory(KEYS[1])
 local f = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'pos')
 if f[1] == ARGV[1] and f[2] == 'done' then return 'ok' end -- the reply to the first call was lost
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
-if tonumber(ARGV[6]) > tonumber(f[3]) and tonumber(ARGV[5]) ~= tonumber(f[3]) then return 'gap' end
-leave(KEYS[3], ARGV[3], ARGV[4])
-finish(KEYS[1], KEYS[2], ARGV[7], ARGV[8], ARGV[9])
-if tonumber(ARGV[6]) > tonumber(f[3]) then redis.call('HSET', KEYS[1], 'pos', ARGV[6]) end
+if tonumber(ARGV[4]) > tonumber(f[3]) then
+  if tonumber(ARGV[3]) ~= tonumber(f[3]) then return 'gap' end
+  redis.call('HSET', KEYS[1], 'pos', ARGV[4])
+end
+leave(KEYS[4], ARGV[6], ARGV[7])
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[5], ARGV[8], ARGV[9])
 return 'ok'

@@ -1,10 +1,14 @@
--- KEYS req, prefill stream, decode stream   ARGV attempt, owner, group, entry, id, handoff
-local f = redis.call('HMGET', KEYS[1], 'attempt', 'stage', 'cancel')
-if f[1] == ARGV[1] and f[2] == 'decode' then return 'ok' end -- the reply to the first call was lost
-if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
-if f[3] then return 'cancel' end
+-- KEYS req, prefill stream, decode stream, load   ARGV attempt, owner, group, entry, id, handoff, kv tokens, version
+-- Returns the verdict and the KV tokens that wait for decode now.
+even_at_maxmemory(KEYS[1])
+local f = redis.call('HMGET', KEYS[1], 'attempt', 'stage', 'cancel', 'cost')
+if f[1] == ARGV[1] and f[2] == 'decode' then return {'ok', 0} end -- the reply to the first call was lost
+if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return {'lost', 0} end
+if f[3] then return {'cancel', 0} end
+if redis.call('XLEN', KEYS[3]) == 0 then redis.call('HDEL', KEYS[4], 'held') end
 local entry = redis.call('XADD', KEYS[3], '*', 'id', ARGV[5])
 redis.call('HSET', KEYS[1], 'stage', 'decode', 'state', 'queued', 'entry', entry, 'owner', '', 'tries', 0,
-  'handoff', ARGV[6], 't_handoff', now())
+  'v', ARGV[8], 'handoff', ARGV[6], 'held', ARGV[7], 't_handoff', now())
+redis.call('HINCRBY', KEYS[4], 'queued', -(f[4] or 0))
 leave(KEYS[2], ARGV[3], ARGV[4])
-return 'ok'
+return {'ok', redis.call('HINCRBY', KEYS[4], 'held', ARGV[7])}

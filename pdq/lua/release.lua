@@ -1,4 +1,5 @@
 -- KEYS req, stream   ARGV attempt, owner, group, entry, id
+even_at_maxmemory(KEYS[1])
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
 leave(KEYS[2], ARGV[3], ARGV[4])
 local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[5])

@@ -1,14 +1,25 @@
--- KEYS req, lane stream, all lane streams...   ARGV id, msg, digest, lane, timeout_ms, max_queued
+-- KEYS req, load, lane stream, all lane streams...
+-- ARGV version, id, msg, digest, lane, timeout_ms, queue_timeout_ms, cost, max_queued, max_queued_tokens
 local seen = redis.call('HGET', KEYS[1], 'digest')
 if seen then
-  if seen == ARGV[3] then return {'exists', 0} end
-  return {'conflict', 0}
+  if seen == ARGV[4] then return {'exists', 0, 0} end
+  return {'conflict', 0, 0}
 end
 local depth = 0
-for i = 3, #KEYS do depth = depth + redis.call('XLEN', KEYS[i]) end
-if tonumber(ARGV[6]) > 0 and depth >= tonumber(ARGV[6]) then return {'full', depth} end
+for i = 4, #KEYS do depth = depth + redis.call('XLEN', KEYS[i]) end
+local queued = tonumber(redis.call('HGET', KEYS[2], 'queued') or '0')
+if depth == 0 then queued = 0 end -- whatever a lost key may have left in the sum
+local most, most_tokens = tonumber(ARGV[9]), tonumber(ARGV[10])
+-- A prompt that alone is over the token limit may still go into an empty queue.
+if (most > 0 and depth >= most) or (most_tokens > 0 and depth > 0 and queued + ARGV[8] > most_tokens) then
+  return {'full', depth, queued}
+end
 local t = now()
-local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[1])
-redis.call('HSET', KEYS[1], 'msg', ARGV[2], 'digest', ARGV[3], 'lane', ARGV[4], 'deadline', t + ARGV[5],
-  'stage', 'prefill', 'state', 'queued', 'entry', entry, 'attempt', 0, 'owner', '', 'tries', 0, 'pos', 0, 't_submit', t)
-return {'created', depth}
+local queue_deadline = 0
+if tonumber(ARGV[7]) > 0 then queue_deadline = t + ARGV[7] end
+local entry = redis.call('XADD', KEYS[3], '*', 'id', ARGV[2])
+redis.call('HSET', KEYS[2], 'queued', queued + ARGV[8])
+redis.call('HSET', KEYS[1], 'v', ARGV[1], 'msg', ARGV[3], 'digest', ARGV[4], 'lane', ARGV[5], 'cost', ARGV[8],
+  'deadline', t + ARGV[6], 'queue_deadline', queue_deadline, 'stage', 'prefill', 'state', 'queued', 'entry', entry,
+  'attempt', 0, 'owner', '', 'tries', 0, 'pos', 0, 't_submit', t)
+return {'created', depth, queued}

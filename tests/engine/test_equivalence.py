@@ -47,9 +47,7 @@ def test_decoding_alone_in_another_engine_gives_what_generate_gives(
 @each_arch
 @each_chunk
 @cold_or_hit
-def test_decoding_in_a_changing_batch_gives_what_generate_gives(
-    arch: Archs, name: str, chunk: int, hit: bool
-) -> None:
+def test_decoding_in_a_changing_batch_gives_what_generate_gives(arch: Archs, name: str, chunk: int, hit: bool) -> None:
     it = arch(name)
     ready = handoffs(it, chunk, hit)
     expected = [it.expected(length, COUNT) for length in LENGTHS]

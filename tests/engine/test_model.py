@@ -137,9 +137,7 @@ def test_a_model_that_ignores_position_ids_is_refused(monkeypatch: pytest.Monkey
     model = tiny_model("llama")
     inner = model.model.rotary_emb
     stock = inner.forward
-    monkeypatch.setattr(
-        inner, "forward", lambda x, position_ids: stock(x, torch.arange(x.shape[1])[None])
-    )
+    monkeypatch.setattr(inner, "forward", lambda x, position_ids: stock(x, torch.arange(x.shape[1])[None]))
     with pytest.raises(ModelUnsupported, match="off the model's own"):
         layout_of(model)
 

@@ -92,10 +92,12 @@ async def test_a_million_wrong_items_are_reported_once(start, fake):
     assert (await error(response))["param"] == "prompt.0"
 
 
-async def test_a_body_of_containers_is_refused_before_it_is_built(http):
-    response = await http.post(CHAT, data=io.BytesIO(b'{"foo":[' + b"[[]]," * 500_000 + b"1]}"))
+@pytest.mark.parametrize("value", [b"[[]],", b"{},", b"0,"])
+async def test_a_body_of_millions_of_values_is_refused_before_they_are_built(http, value):
+    data = b'{"foo":[' + value * (2_100_000 // sum(map(value.count, (b"[", b"{", b",")))) + b"1]}"
+    response = await http.post(CHAT, data=io.BytesIO(data))
     assert response.status == 400
-    assert (await error(response))["message"] == "The body has more than 1000000 arrays and objects."
+    assert (await error(response))["message"] == "The body has more than 2000000 values."
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
@@ -251,6 +252,14 @@ async def test_a_body_over_32_mib_is_a_413(http, fake):
         "code": "request_too_large",
     }
     assert fake.asked == []
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_waited_for(http):
+    reader, writer = await asyncio.open_connection(http.host, http.port)
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.readline(), 5)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    writer.close()
 
 
 async def test_a_chunked_body_over_the_limit_is_a_413(start, fake):

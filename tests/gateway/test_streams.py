@@ -121,6 +121,8 @@ async def test_a_client_that_never_reads_is_cut_off_at_the_deadline(start, fake,
             while not fake.handles:
                 await asyncio.sleep(0.01)
             await fake.handles[0].cancelled.wait()
+            while http.server.runner.server.connections:  # closing politely would wait for the client to read
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -133,6 +135,7 @@ def test_a_text_event_becomes_one_valid_chunk_and_no_raw_line_breaks(usage):
         "system_fingerprint": None,
     }
     chunks = Chunks(CHAT_ENDPOINT.shape, head, 1, include_usage=usage)
+    assert chunks.render(0, Event(0, (0,), "")) == b""
     out = chunks.render(0, Event(0, (1,), "a\nb")) + chunks.render(0, Event(1, (2,), "c"))
     assert out.count(b"\n") == 6
     assert [f | head for f in frames(out.decode())] == frames(out.decode())

@@ -1,4 +1,4 @@
-"""The services of compose.yaml as processes of this machine: the very commands and environments, decode scaled to two."""
+"""The services of compose.yaml as processes of this machine: their very commands and environments, decode twice."""
 
 import http.client
 import json

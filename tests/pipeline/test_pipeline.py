@@ -45,7 +45,8 @@ async def leftovers(server: Server) -> set[str]:
     """Keys that a finished workload leaves behind, results and blocks aside."""
     with server.client() as client:
         found = {k.decode() for k in client.scan_iter("*")}
-    return {k for k in found if not any(part in k for part in (":out:", ":req:", "pdq:kv:", ":prefill:", "}:decode"))}
+    kept = (":out:", ":req:", "pdq:kv:", ":prefill:", "}:decode", "}:load")
+    return {k for k in found if not any(part in k for part in kept)}
 
 
 async def test_the_answer_is_that_of_a_single_process_for_every_prompt_length(server: Server) -> None:
@@ -69,6 +70,7 @@ async def test_many_requests_at_once_do_not_mix(server: Server) -> None:
     assert await leftovers(server) <= {"{pdq:default}:workers", "{pdq:default}:dead", "{pdq:default}:cancels"}
     with server.client() as client:
         assert not list(client.scan_iter("pdq:tail:*"))
+        assert client.hgetall("{pdq:default}:load") == {b"queued": b"0", b"held": b"0"}
 
 
 async def test_a_prefix_hit_skips_its_prefill_on_every_worker(server: Server) -> None:

@@ -212,7 +212,7 @@ def test_nothing_that_is_printed_has_colours(serve: Serve) -> None:
 
 
 def test_what_is_still_loading_is_told(serve: Serve) -> None:
-    assert serve.read("^pdq +loading: ")
+    assert serve.read("^pdq +waiting for ")
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill", "gateway", "valkey"])

@@ -62,7 +62,7 @@ def test_every_setting_is_an_option_with_its_variable_and_help(
         option = f"--{f.name.replace('_', '-')} "
         shown = " ".join(line for line in lines if option in line)
         assert f.metadata["help"] in shown, option
-        assert f"PDQ_{f.name.upper()}]" in shown, option
+        assert re.search(rf"\(PDQ_{f.name.upper()}[,)]", shown), option
 
 
 @pytest.mark.parametrize(("words", "cls"), COMMANDS)
@@ -145,6 +145,16 @@ def test_the_gateway_command_becomes_the_program_with_exactly_these_settings(
     assert {k: v for k, v in env.items() if k.startswith("PDQ_")} == {"PDQ_POOL": "p", "PDQ_MODEL": "some folder"}
     assert "OMP_NUM_THREADS" not in env.keys() - os.environ.keys()
     assert env["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("words", [["b"], ["--model", "b"]])
+def test_a_model_on_the_command_line_beats_the_variable(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setenv("PDQ_MODEL", "a")
+    monkeypatch.setattr("pdq.serve.run", lambda settings, _: seen.append(settings.model) or 0)
+    assert main(["serve", *words]) == 0
+    assert main(["serve"]) == 0
+    assert seen == ["b", "a"]
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,18 +177,38 @@ def test_a_killed_process_leaves_the_work_to_the_next_and_nothing_half_made(
     assert sorted(p.name for p in target.parent.iterdir()) == ["m-0", "m-0.lock"]
 
 
-def test_a_child_at_work_keeps_the_lock_when_its_parent_is_killed(target: Path) -> None:
-    target.parent.mkdir(parents=True)
-    path = target.with_name("m-0.lock")
-    with converted._locked(path, pytest.fail) as lock:
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
-    other = os.open(path, os.O_RDWR)
+CONVERTER = """#!/bin/sh
+echo progress at work
+read line < "$(dirname "$0")/gate"
+echo done > "$(dirname "$0")/gate"
+"""
+
+
+def test_a_converter_at_work_keeps_the_lock_when_its_parent_is_killed(target: Path, tmp_path: Path) -> None:
+    """Else two converters would write to the same folder."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "converter").write_text(CONVERTER)
+    (tmp_path / "converter").chmod(0o755)
+    program = (
+        "import sys; from pathlib import Path; from pdq import converted\n"
+        "sys.executable = sys.argv[2]\n"
+        "converted._made_once(Path(sys.argv[1]), lambda work, lock: work, lambda text: print(text, flush=True))\n"
+    )
+    command = [sys.executable, "-c", program, str(target), str(tmp_path / "converter")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        said = [line(parent), line(parent)]
+        parent.kill()
+    assert said[-1] == "at work"
+    lock = os.open(target.with_name("m-0.lock"), os.O_RDWR)
     try:
-        assert not converted._try_lock(other)
-        child.communicate(b"\n")
-        assert converted._try_lock(other)
+        assert not converted._try_lock(lock)
+        gate.write_text("go on\n")
+        assert gate.read_text() == "done\n"
+        while not converted._try_lock(lock):
+            time.sleep(0.01)
     finally:
-        os.close(other)
+        os.close(lock)
 
 
 def test_a_wait_for_the_lock_ends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,21 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert 0.4 < time.monotonic() - start < 5
 
 
+def test_a_hub_whose_name_look_up_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "HUB_SECONDS", 0.2)
+    release = threading.Event()
+
+    class Api:
+        def model_info(self, model: str, *, timeout: float) -> None:
+            release.wait(30)
+
+    try:
+        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+            models._ask(Api(), "org/model")  # type: ignore[arg-type]
+    finally:
+        release.set()
+
+
 def test_a_download_that_breaks_off_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_ask", lambda api, model: None)
     hub = Hub(500, {})
