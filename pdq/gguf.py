@@ -1,11 +1,11 @@
 """Converts one GGUF file to a model folder (Hugging Face layout): `python -m pdq.gguf SOURCE.gguf FOLDER`.
 
-Run by `converted.py` in a process of its own. Needs numpy and `gguf`, not torch: tensors are dequantised a few rows at a
-time and streamed to disk. What a file says is understood or the file is refused: a guess would be a slightly wrong model.
+Run by `converted.py` in a process of its own. Needs numpy and `gguf`, not torch: tensors are dequantised a few rows at
+a time and streamed to disk. What a file says is understood or refused: a guess would be a slightly wrong model.
 
 Weights are stored as dequantised, in float32 (half-precision tensors as they are); models above WIDE_BYTES in bfloat16.
 
-Prints lines `progress TEXT`, at the end of a failure `unsupported TEXT` or `failed TEXT`.
+Prints lines `progress TEXT`, and last, if it fails, `unsupported TEXT` or `failed TEXT`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
 from pdq.errors import ConfigError, ModelUnsupported, PdqError
-from pdq.gguf_tokenizer import write_tokenizer
+from pdq.gguf_tokenizer import write_json, write_tokenizer
 
 WIDE_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20
@@ -84,10 +84,10 @@ def convert(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
     weights = plan(config, tensors)
     dtypes = {w.dtype for w in weights if len(w.shape) > 1}
     widest = next(d for d in _DTYPES if d in dtypes)
-    _write_json(folder / "config.json", config | {"dtype": _DTYPES[widest]})
+    write_json(folder / "config.json", config | {"dtype": _DTYPES[widest]})
     ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos = sorted({int(e) for e in ends if e is not None})
-    _write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+    write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
     write_tokenizer(meta, source, folder)
     write_safetensors(folder / "model.safetensors", weights, tell)
 
@@ -99,7 +99,6 @@ def model_config(meta: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -
     head_dim = own.get("attention.key_length") or own["embedding_length"] // heads
     if own.get("rope.dimension_count", head_dim) != head_dim or own.get("attention.value_length", head_dim) != head_dim:
         raise _unsupported("its rotary or value dimension differs from its head dimension")
-    eps = np.float32(own["attention.layer_norm_rms_epsilon"])
     return {
         "architectures": [_CLASSES[arch]],
         "model_type": arch,
@@ -111,7 +110,8 @@ def model_config(meta: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": own["context_length"],
-        "rms_norm_eps": float(str(eps)),  # 1e-05, not the 9.999999747378752e-06 that a float32 of it widens to
+        # 1e-05, not the 9.999999747378752e-06 that a float32 of it widens to
+        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
         "rope_parameters": _rope(own, head_dim, tensors),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -129,7 +129,7 @@ def plan(config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> list
         raise _unsupported(f"its tensor {missing[0]} is missing")
     if unknown := sorted(tensors.keys() - wanted.keys() - {"rope_freqs.weight"}):
         raise _unsupported(f"its tensor {unknown[0]} has no place in the model")
-    found = [tensors[name] for name in tensors if name in wanted]
+    found = [t for name, t in tensors.items() if name in wanted]
     narrow = sum(4 * int(t.n_elements) for t in found) > WIDE_BYTES
     return [
         Weight(
@@ -154,10 +154,9 @@ def write_safetensors(path: Path, weights: list[Weight], tell: Callable[[str], N
         at += w.nbytes
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    told = time.monotonic()
+    start, told = 8 + len(header), time.monotonic()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        start = file.tell()
         for w in weights:
             for chunk in _chunks(w):
                 file.write(chunk)
@@ -277,10 +276,6 @@ def _llama3_rope(theta: float, head_dim: int, divisors: np.ndarray[Any, Any]) ->
 
 def _unsupported(reason: str) -> ModelUnsupported:
     return ModelUnsupported(f"this GGUF file cannot be converted: {reason}. Its safetensors folder may run.")
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:

@@ -55,9 +55,13 @@ def write_tokenizer(meta: Mapping[str, Any], source: Path, folder: Path) -> None
         name: tokens[meta[key]] for k, name in names.items() if (key := f"tokenizer.ggml.{k}_token_id") in meta
     }
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)
     if template := meta.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def byte_level(meta: Mapping[str, Any]) -> Tokenizer:

@@ -94,9 +94,11 @@ def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
     def count() -> None:
         (second if first.is_set() else first).set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            asyncio.get_running_loop().add_signal_handler(number, count)
+    numbers = [signal.SIGINT, signal.SIGTERM]  # even if the shell that put us in the background had them ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, count)
     return first, second
 
 

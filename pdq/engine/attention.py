@@ -1,7 +1,7 @@
 """What replaces the cache and the attention of a stock model: one `Step` per forward over ragged pieces of slots.
 
-The modelling code gets a `Step` as its cache. For every layer it calls `update`, which writes the new KV into the slots,
-and then the registered attention function, which reads the slots in place: no copies, no padding, no repeated heads.
+The modelling code gets a `Step` as its cache. For every layer it calls `update`, which writes the new KV into the
+slots, and then the registered attention function, which reads them in place: no copies, no padding, no repeated heads.
 The function finds its step through a thread-local, since not every architecture passes extra arguments down; engines
 in different threads do not meet. Masks are made here: the modelling code makes none for an implementation whose name
 it does not know, so causality and windows follow from positions and the layout alone.
@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from pdq.engine import blocked
 from pdq.engine.kv import LayerShape, TorchSlot
 
 IMPLEMENTATION = "pdq"
@@ -36,6 +37,8 @@ class Attending(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
+        *,
+        module: torch.nn.Module,
         **options: Any,
     ) -> torch.Tensor:
         """query `[1, heads, tokens, key_dim]` -> `[1, tokens, heads, value_dim]`."""
@@ -92,12 +95,15 @@ class Step:
     """KV writes and attention of one forward.
 
     pieces: (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a
-    slot get the positions from `slot.length` on; the lengths are not changed here.
+    slot get the positions from `slot.length` on; the lengths are not changed here. use_blocks: compute chunks with the
+    kernel in `blocked` instead of the fused one.
     """
 
     is_compileable = False  # asked by transformers of every cache
 
-    def __init__(self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]]) -> None:
+    def __init__(
+        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], *, use_blocks: bool = False
+    ) -> None:
         self._layers = layers
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
@@ -107,15 +113,17 @@ class Step:
             window: list(zip(*(s.planes(_first(s.length, window), s.length + n) for s, n in pieces), strict=True))
             for window in {layer.window for layer in layers}
         }
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._blocked = use_blocks
+        self._scratch = blocked.Scratch()
         self._layer = -1  # whose KV has been written and not been attended to yet
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new KV, `[1, kv_heads, tokens, dim]` each, into the slots."""
-        torch._foreach_copy_(self._written[2 * layer_idx], key.split(self._counts, 2))
-        torch._foreach_copy_(self._written[2 * layer_idx + 1], value.split(self._counts, 2))
+        torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key, self._counts, 2))
+        torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value, self._counts, 2))
         self._layer = layer_idx
         return key, value
 
@@ -143,17 +151,32 @@ class Step:
         n = self._singles
         outs = [decode(query[:, :, :n], keys[:n], values[:n], scores)] if n else []
         if self._chunks:
-            for i, part in enumerate(query.split(self._counts, 2)[n:]):
-                chunk_mask = self._mask(i, shape.window, keys[n + i])
-                outs.append(prefill(part, keys[n + i], values[n + i], chunk_mask, scores))
+            for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
+                outs.append(self._chunk(i, part, keys[n + i], values[n + i], shape.window, scores))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-    def _mask(self, chunk: int, window: int | None, key: torch.Tensor) -> torch.Tensor | None:
-        """Additive mask `[new tokens, visible tokens]` of a chunk; None if plain causal from position 0 is right."""
+    def _chunk(
+        self,
+        chunk: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scores: Scores,
+    ) -> torch.Tensor:
+        start, n = self._chunks[chunk]
+        if self._blocked and scores.plain and n >= blocked.FEWEST:
+            mask = self._mask(chunk, window, key)
+            more = {"windowed": window is not None, "scaling": scores.scaling, "scratch": self._scratch}
+            return blocked.attend(query, key, value, mask, **more)
+        if scores.plain and start == 0 and (window is None or n <= window):
+            return prefill(query, key, value, None, scores)
+        return prefill(query, key, value, self._mask(chunk, window, key), scores)
+
+    def _mask(self, chunk: int, window: int | None, key: torch.Tensor) -> torch.Tensor:
+        """Additive mask `[new tokens, visible tokens]` of a chunk, the same for all layers with this window."""
         if (chunk, window) not in self._masks:
-            start, n = self._chunks[chunk]
-            plain = start == 0 and (window is None or n <= window)
-            self._masks[chunk, window] = None if plain else causal_mask(start, n, window, key)
+            self._masks[chunk, window] = causal_mask(*self._chunks[chunk], window, key)
         return self._masks[chunk, window]
 
 
@@ -183,7 +206,8 @@ def decode(
     kv_heads = keys[0].shape[1]
     rows = query.transpose(1, 2).reshape(count, kv_heads, heads // kv_heads, dim)
     sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1)
-    outs = [_attention(q, k, v, None, scores, sinks) for q, k, v in zip(rows.split(1), keys, values, strict=True)]
+    singles = zip(torch.split(rows, 1), keys, values, strict=True)
+    outs = [_attention(q, k, v, None, scores, sinks) for q, k, v in singles]
     return torch.cat(outs).reshape(1, count, heads, -1)
 
 
@@ -192,18 +216,18 @@ def prefill(
 ) -> torch.Tensor:
     """Many new tokens of one piece: query `[1, heads, n, dim]` -> `[1, n, heads, value_dim]`.
 
-    The group becomes the batch axis and K and V are broadcast over it, which copies nothing. mask None: causal.
+    The group becomes the batch axis and K and V are broadcast over it, which copies nothing. mask None: causal from
+    position 0, for plain scores only.
     """
-    _, heads, n, _ = query.shape
+    _, heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    rows = query[0].unflatten(0, (kv_heads, group)).transpose(0, 1)
+    rows = query.reshape(kv_heads, group, n, dim).transpose(0, 1)
     keys, values = key.expand(group, -1, -1, -1), value.expand(group, -1, -1, -1)
-    if mask is None and scores.plain:
+    if mask is None:
         out = functional.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scores.scaling)
     else:
         sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group).t()[:, :, None]
-        mask = causal_mask(0, n, None, key) if mask is None else mask
         out = _attention(rows, keys, values, mask, scores, sinks)
     return out.permute(2, 1, 0, 3).reshape(1, n, heads, -1)
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from pdq.engine.attention import IMPLEMENTATION
+from pdq.engine.packed import pack
 from pdq.engine.probe import check_class, layout_of
 from pdq.errors import ModelUnsupported
 
@@ -50,6 +51,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
     _check_weights(type(model).__name__, info)
     model = model.to(device).eval().requires_grad_(False)
     layout_of(model)
+    pack(model)
     return model
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pdq.engine import blocked
 from pdq.engine.attention import Step, running
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.kv import TorchSlot
@@ -58,6 +59,8 @@ class TorchEngine:
         self._layout = probed.layout
         self._device = model.device
         self._threads = threads
+        self._set_threads()
+        self._use_blocks = self._device.type == "cpu" and blocked.wins(self._layout.dtype)
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self._cache_name = cache_argument(model)
@@ -127,8 +130,7 @@ class TorchEngine:
     def _compute(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Run the model over all segments, advance their slots; logits `[n, vocab]` where a sample is wanted."""
         slots = self._checked(segments)
-        if self._threads is not None and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        self._set_threads()
         # Single tokens first: `Step` takes them as one group.
         order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
         ids: list[int] = []
@@ -140,7 +142,8 @@ class TorchEngine:
             positions += range(slots[i].length, slots[i].length + len(tokens))
             last_row[i] = len(ids) - 1
         keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
-        step = Step(self._layout.layers, [(slots[i], len(segments[i].token_ids)) for i in order])
+        pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
+        step = Step(self._layout.layers, pieces, use_blocks=self._use_blocks)
         logits = self._call(step, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
@@ -154,6 +157,11 @@ class TorchEngine:
             out = self._model(ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **arguments)
         logits: torch.Tensor = out.logits[0]
         return logits if self._keeps_logits else logits[keep]
+
+    def _set_threads(self) -> None:
+        """The number of threads is a setting of the calling thread."""
+        if self._threads is not None and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
 
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self._device, non_blocking=True)

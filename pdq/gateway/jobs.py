@@ -101,6 +101,7 @@ async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], ke
             max_tokens=prompt.max_tokens,
             model=gateway.served().name,
             timeout=settings.request_timeout,
+            queue_timeout=settings.queue_timeout,
             idempotency_key=key,
             **sampling,
         )
@@ -113,7 +114,7 @@ async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], ke
         raise IdConflict(text, param="Idempotency-Key") from e
     except BaseException as e:
         # Redis may have the request although nobody here got the handle.
-        if key is None:
+        if key is None and not (task.done() and task.exception()):
             gateway.background.spawn(_cancel_late(task))
         if isinstance(e, TimeoutError):
             raise Unavailable(f"Redis did not answer within {SUBMIT_SECONDS:g} s") from e
@@ -121,11 +122,12 @@ async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], ke
 
 
 async def _cancel_late(task: asyncio.Task[Handle]) -> None:
-    try:
-        handle = await task
-    except PdqError:
-        return  # not accepted, so there is nothing to cancel
-    await _cancel(handle)
+    await asyncio.wait({task})
+    error = task.exception()
+    if error is None:
+        await _cancel(task.result())
+    else:
+        log.info("a submit nobody waited for was not accepted: %s", error)
 
 
 async def _cancel(handle: Handle) -> None:
@@ -133,7 +135,7 @@ async def _cancel(handle: Handle) -> None:
         async with asyncio.timeout(CANCEL_SECONDS):
             await handle.cancel()
     except (PdqError, TimeoutError) as e:
-        log.info("request %s was left to its deadline: %s", handle.id, e or "Redis does not answer")
+        log.info("request %s was left to its deadline: %s", handle.id, str(e) or "Redis does not answer")
 
 
 async def _read(handle: Handle) -> AsyncGenerator[Event, None]:

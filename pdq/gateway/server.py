@@ -26,30 +26,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 30.0
 SCRIPTED_CONTEXT = 8192
 BACKLOG = 1024  # connections of a burst over this wait a second for their next try
 _SHUTDOWN_SECONDS = 0.1  # the drain has waited for the handlers; those left are cancelled
 
 
-def run(settings: GatewaySettings, *, drain_seconds: float = DRAIN_SECONDS) -> None:
+def run(settings: GatewaySettings) -> None:
     """Serve until a signal says stop. Raises what `load_model` raises, and OSError if the port is taken."""
-    asyncio.run(_run(settings, drain_seconds))
+    asyncio.run(_run(settings))
 
 
-async def _run(settings: GatewaySettings, drain_seconds: float) -> None:
+async def _run(settings: GatewaySettings) -> None:
     from pdq.client import AsyncClient
 
-    client = AsyncClient(settings, max_queued=settings.max_queued)
+    client = AsyncClient(settings, max_queued=settings.max_queued, max_queued_tokens=settings.max_queued_tokens)
     try:
-        await serve(settings, client, load_model, drain_seconds=drain_seconds)
+        await serve(settings, client, load_model)
     finally:
         await client.aclose()
 
 
-async def serve(
-    settings: GatewaySettings, client: AsyncClient, load: Callable[[GatewaySettings], Served], *, drain_seconds: float
-) -> None:
+async def serve(settings: GatewaySettings, client: AsyncClient, load: Callable[[GatewaySettings], Served]) -> None:
     """Listen, call `load` in a thread, and serve until the first signal and the drain after it."""
     stop = _stop_signal()
     gateway = Gateway(settings, client, None, PING_SECONDS)
@@ -63,7 +60,7 @@ async def serve(
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         if await _loaded(gateway, load, stop):
             await stop.wait()
-            await _drain(gateway, runner, drain_seconds)
+            await _drain(gateway, runner)
     finally:
         await runner.cleanup()
     log.info("stopped")
@@ -98,7 +95,8 @@ async def _loaded(gateway: Gateway, load: Callable[[GatewaySettings], Served], s
     return True
 
 
-async def _drain(gateway: Gateway, runner: web.AppRunner, seconds: float) -> None:
+async def _drain(gateway: Gateway, runner: web.AppRunner) -> None:
+    seconds = gateway.settings.drain_seconds
     gateway.draining = True  # for connections that are already open
     for site in list(runner.sites):
         await site.stop()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdq.client import Result
-from pdq.errors import PdqError, Unavailable
+from pdq.errors import InvalidRequest, PdqError, Unavailable
 from pdq.messages import Event, Message, SamplingParams, Timings, Usage, WorkerInfo
 from pdq.text import ByteTokenizer
-from pdq.validate import make_request
+from pdq.validate import make_sampling
 
 MODEL = "org/test-model"
 CONTEXT = 512
@@ -52,8 +52,9 @@ class Asked:
 
 
 class FakeHandle:
-    def __init__(self, request_id: str, steps: list[Step]) -> None:
+    def __init__(self, request_id: str, steps: list[Step], linger: float = 0.0) -> None:
         self.id = request_id
+        self._linger = linger
         self.cancelled = asyncio.Event()
         self.reading = asyncio.Event()
         self.closed = asyncio.Event()
@@ -70,6 +71,7 @@ class FakeHandle:
                 else:
                     yield step
         finally:
+            await asyncio.sleep(self._linger)
             self.closed.set()
 
     async def result(self, timeout: float | None = None) -> Result:
@@ -86,7 +88,10 @@ class FakeHandle:
 
 @dataclass(eq=False)
 class FakeClient:
-    """script: the steps of the answer to a request; refuse: what submit raises; gate: what submit waits for."""
+    """script: the steps of the answer to a request; refuse: what submit raises; gate: what submit waits for.
+
+    linger: seconds it takes to stop reading a reply.
+    """
 
     script: Callable[[Asked], list[Step]] = lambda asked: spoken(prompt_tokens=len(asked.token_ids))
     workers_now: list[WorkerInfo] = field(default_factory=list)
@@ -96,21 +101,18 @@ class FakeClient:
     asked: list[Asked] = field(default_factory=list)
     handles: list[FakeHandle] = field(default_factory=list)
     looks: int = 0
+    linger: float = 0.0
 
     async def submit(self, **given: Any) -> FakeHandle:
         if self.gate is not None:
             await self.gate.wait()
         if self.refuse is not None:
             raise self.refuse
-        names = {f: given[f] for f in ("token_ids", "model", "timeout", "idempotency_key") if f in given}
-        sampling = {k: v for k, v in given.items() if k not in names}
-        request = make_request(
-            id=f"r{len(self.asked)}", prompt=None, messages=None, token_ids=given["token_ids"],
-            model=given["model"], lane="normal", timeout=given["timeout"], tenant="", sampling=sampling,
-        )  # fmt: skip
-        asked = Asked(request.token_ids, request.sampling, names, given)
+        options = {f: given[f] for f in ("model", "timeout", "queue_timeout", "idempotency_key") if f in given}
+        sampling = make_sampling({k: v for k, v in given.items() if k not in options and k != "token_ids"})
+        asked = Asked(tuple(given["token_ids"]), sampling, options, given)
         self.asked.append(asked)
-        handle = FakeHandle(request.id, self.script(asked))
+        handle = FakeHandle(f"r{len(self.asked) - 1}", self.script(asked), self.linger)
         self.handles.append(handle)
         return handle
 
@@ -125,8 +127,6 @@ class RefusingTokenizer(ByteTokenizer):
     """A template that wants a strict user/assistant order, as Mistral's."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        from pdq.errors import InvalidRequest
-
         if [m.role for m in messages] != ["user", "assistant"] * (len(messages) // 2) + ["user"]:
             raise InvalidRequest(
                 "Conversation roles must alternate user/assistant/user/assistant/...", param="messages"

@@ -141,7 +141,7 @@ async def test_everything_asked_for_reaches_the_queue(http, fake):
     sampling = fake.asked[0].sampling
     assert {k: getattr(sampling, k) for k in wanted} == wanted | {"stop": ("a", "b")}
     assert fake.asked[0].options["model"] == MODEL
-    assert fake.asked[0].options["timeout"] == 600.0
+    assert (fake.asked[0].options["timeout"], fake.asked[0].options["queue_timeout"]) == (600.0, 0.0)
 
 
 async def test_nothing_asked_for_means_the_defaults_and_the_rest_of_the_context(http, fake):

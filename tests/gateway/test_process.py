@@ -36,8 +36,8 @@ async def serve(caplog):
     tasks = []
 
     async def begin(client, load=lambda _: SERVED, drain_seconds=10.0):
-        settings = GatewaySettings(port=0)
-        task = asyncio.create_task(server.serve(settings, client, load, drain_seconds=drain_seconds))
+        settings = GatewaySettings(port=0, drain_seconds=drain_seconds)
+        task = asyncio.create_task(server.serve(settings, client, load))
         tasks.append(task)
         async with asyncio.timeout(5):
             while not (found := re.search(r"listening on (http://\S+)", caplog.text)):
@@ -151,6 +151,7 @@ async def test_open_connections_are_told_that_the_server_drains(serve):
 async def test_what_is_left_after_the_drain_is_cancelled(serve):
     never = asyncio.Event()
     fake = FakeClient(script=lambda _: [Event(0, (1,), "x"), never], workers_now=both())
+    fake.linger = 0.3
     task, url = await serve(fake, drain_seconds=0.1)
     async with aiohttp.ClientSession(url) as http:
         response = await http.post(CHAT, json=chat(stream=True))

@@ -31,6 +31,8 @@ class Serve:
         self.lines: list[str] = []
         self._deaf = False
         words = [sys.executable, "-m", "pdq", "serve", "--engine", engine, "--port", str(self.port), *options]
+        # As a script's background job, which shells start with Ctrl-C ignored.
+        words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
         env = {k: v for k, v in os.environ.items() if not k.startswith("PDQ_")}
         self.process = subprocess.Popen(
             words,
