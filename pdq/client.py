@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
@@ -85,7 +85,7 @@ class Handle:
         self._client = client
         self._submitted = submitted  # here, so that its absence is a loss
 
-    async def stream(self, after: int = 0) -> AsyncIterator[Event]:
+    async def stream(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The events after the first `after` tokens, in order, the terminal one last.
 
         Raises what ended the request if that was an error (RequestFailed, RequestCancelled, DeadlineExceeded,

@@ -59,7 +59,8 @@ class HFTokenizer:
         return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         return ids
 
 

@@ -235,7 +235,8 @@ class Queue:
 
     async def fail(self, job: Job, why: str, delay: float = 0.5) -> str:
         """The attempt failed: try again after about `delay` seconds, or dead-letter it ("retry", "dead")."""
-        event = encode(end_event(RequestFailed(f"{self.stage} failed: {why}")))
+        # `why` goes to the dead letter only: what broke inside is no business of a client.
+        event = encode(end_event(RequestFailed(f"{self.stage} failed {self._max_attempts} times")))
         return await self._fail(job.stream, job.id, job.fence(), event, why, self._max_attempts, delay)
 
     async def _fail(

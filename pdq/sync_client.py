@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,7 +32,7 @@ class SyncHandle:
                     return
                 yield event
         finally:
-            self._client.run(events.aclose())  # type: ignore[attr-defined]
+            self._client.run(_close(events))
 
     def result(self, timeout: float | None = None) -> Result:
         return self._client.run(self._handle.result(timeout))
@@ -99,5 +99,9 @@ async def _make(settings: RedisSettings | None, max_queued: int | None, options:
     return AsyncClient(settings, max_queued=max_queued, **options)
 
 
-async def _next(events: Any) -> Event | None:
+async def _close(events: AsyncGenerator[Event, None]) -> None:
+    await events.aclose()
+
+
+async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
     return await anext(events, None)

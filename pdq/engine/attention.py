@@ -95,91 +95,38 @@ class Step:
     """KV writes and attention of one forward.
 
     pieces: (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a
-    slot get the positions from `slot.length` on; the lengths are not changed here. use_blocks: compute chunks with the
-    kernel in `blocked` instead of the fused one.
+    slot get the positions from `slot.length` on; the lengths are not changed here. choice: where products are used
+    instead of the fused kernel.
     """
 
     is_compileable = False  # asked by transformers of every cache
 
     def __init__(
-        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], *, use_blocks: bool = False
+        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], choice: Choice = _FUSED
     ) -> None:
         self._layers = layers
+        self._choice = choice
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
-        self._written = list(zip(*(s.planes(s.length, s.length + n) for s, n in pieces), strict=True))
-        self._visible = {
-            window: list(zip(*(s.planes(_first(s.length, window), s.length + n) for s, n in pieces), strict=True))
-            for window in {layer.window for layer in layers}
-        }
+        self._written = _by_plane([slot.planes(slot.length, slot.length + n) for slot, n in pieces])
+        self._sights: dict[LayerShape, _Sight] = {}
+        for layer in layers:
+            if layer not in self._sights:
+                self._sights[layer] = self._sight(layer, pieces)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._blocked = use_blocks
-        self._scratch = blocked.Scratch()
+        self._scratch = products.Scratch()
         self._layer = -1  # whose KV has been written and not been attended to yet
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new KV, `[1, kv_heads, tokens, dim]` each, into the slots."""
-        torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key, self._counts, 2))
-        torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value, self._counts, 2))
-        self._layer = layer_idx
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always passed explicitly, so there is no length that all pieces share."""
-        return 0
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attention of the layer that was written last; `key` and `value` are in the slots already."""
-        shape = self._layers[self._layer]
-        planes = self._visible[shape.window]
-        keys, values = planes[2 * self._layer], planes[2 * self._layer + 1]
-        scores = Scores(scaling, softcap, s_aux)
-        n = self._singles
-        outs = [decode(query[:, :, :n], keys[:n], values[:n], scores)] if n else []
-        if self._chunks:
-            for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
-                outs.append(self._chunk(i, part, keys[n + i], values[n + i], shape.window, scores))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-    def _chunk(
-        self,
-        chunk: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        window: int | None,
-        scores: Scores,
-    ) -> torch.Tensor:
-        start, n = self._chunks[chunk]
-        if self._blocked and scores.plain and n >= blocked.FEWEST:
-            mask = self._mask(chunk, window, key)
-            more = {"windowed": window is not None, "scaling": scores.scaling, "scratch": self._scratch}
-            return blocked.attend(query, key, value, mask, **more)
-        if scores.plain and start == 0 and (window is None or n <= window):
-            return prefill(query, key, value, None, scores)
-        return prefill(query, key, value, self._mask(chunk, window, key), scores)
-
-    def _mask(self, chunk: int, window: int | None, key: torch.Tensor) -> torch.Tensor:
-        """Additive mask `[new tokens, visible tokens]` of a chunk, the same for all layers with this window."""
-        if (chunk, window) not in self._masks:
-            self._masks[chunk, window] = causal_mask(*self._chunks[chunk], window, key)
-        return self._masks[chunk, window]
-
-
+    def _sight(self, layer: LayerShape, pieces: Sequence[tuple[TorchSlot, int]]) -> _Sight:
+        planes, masks = [], []
+        for i, (slot, n) in enumerate(pieces):
+            first, end = _first(slot.length, layer.window), slot.length + n
+            padded, mask = end, None
+            if i < self._singles and self._choice.single(layer.heads, end - first, layer.key_dim):
+                padded = min(slot.capacity, first - (first - end) // products.PADDING * products.PADDING)
+            planes.append(slot.planes(first, padded))
+        return _Sight(_by_plane(planes), masks)
 def _first(start: int, window: int | None) -> int:
     """The oldest position that a token at `start` sees."""
     return 0 if window is None else max(0, start + 1 - window)

@@ -61,12 +61,13 @@ class TorchSlot:
     The memory is not touched before it is used: what a short answer leaves free of its capacity costs nothing.
     """
 
-    __slots__ = ("_capacity", "_groups", "_layout", "length")
+    __slots__ = ("_capacity", "_groups", "_layout", "_zeroed", "length")
 
     def __init__(self, layout: Layout, capacity: int, device: torch.device) -> None:
         self.length = 0
         self._capacity = capacity
         self._layout = layout
+        self._zeroed = 0  # tokens before this one hold numbers, whether KV or not
         self._groups: list[torch.Tensor] | None = [
             torch.empty((planes, 1, heads, capacity, dim), dtype=layout.dtype, device=device)
             for planes, heads, dim in layout.plane_groups
@@ -89,6 +90,14 @@ class TorchSlot:
     def planes(self, start: int, stop: int) -> list[torch.Tensor]:
         """Views of tokens [start, stop), `[1, kv_heads, stop - start, dim]` per plane."""
         return [plane for group in self._open_groups() for plane in group.narrow(3, start, stop - start).unbind(0)]
+
+    def clear(self, start: int, stop: int) -> None:
+        """See to it that tokens [start, stop), beyond the length, are numbers: fresh memory may hold NaN."""
+        start = max(start, self._zeroed)
+        if start < stop:
+            for group in self._open_groups():
+                group[:, :, :, start:stop].zero_()
+            self._zeroed = stop
 
     def export(self, start: int, stop: int, size: int, headroom: int) -> list[memoryview]:
         """See `engine.base.Engine.export`. Runs of full size share one allocation."""

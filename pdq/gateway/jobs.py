@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pdq.errors import IdConflict, PdqError, RequestFailed, Unavailable
 from pdq.gateway.context import Gateway
@@ -139,8 +139,7 @@ async def _cancel(handle: Handle) -> None:
 
 
 async def _read(handle: Handle) -> AsyncGenerator[Event, None]:
-    stream = cast("AsyncGenerator[Event, None]", handle.stream())
-    async with aclosing(stream) as events:
+    async with aclosing(handle.stream()) as events:
         async for event in events:
             yield event
             if event.terminal:

@@ -19,7 +19,8 @@ class Programs:
 
     def __init__(self, server: Server, **settings: object) -> None:
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("PDQ_")}
-        self._env |= {f"PDQ_{k.upper()}": str(v) for k, v in {"redis_url": server.url, "threads": 1, **settings}.items()}
+        values = {"redis_url": server.url, "threads": 1, **settings}
+        self._env |= {f"PDQ_{k.upper()}": str(v) for k, v in values.items()}
         self._logs = Path(tempfile.mkdtemp(prefix="pdq-logs-"))
         self._all: list[subprocess.Popen[bytes]] = []
 

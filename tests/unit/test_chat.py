@@ -300,37 +300,49 @@ class Terminal:
         os.close(side)
         self.shown = b""
 
-    def until(self, text: bytes) -> None:
-        deadline = time.monotonic() + 15
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+    def shows(self, text: bytes, seconds: float = 15.0) -> bool:
+        """Does `text` appear, after what was last typed, within this time?"""
+        deadline = time.monotonic() + seconds
         while text not in self.shown:
-            assert select.select([self.fd], [], [], deadline - time.monotonic())[0], self.shown
+            if not select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
             self.shown += os.read(self.fd, 4096)
+        return True
 
     def type(self, text: bytes) -> None:
         self.shown = b""
         os.write(self.fd, text)
 
-    def close(self) -> int:
-        code = self.process.wait(10)
-        os.close(self.fd)
-        return code
+    def press_ctrl_c(self) -> None:
+        """Up to the next prompt. Pressed again if need be: a signal just ahead of a wait for input is seen late."""
+        for _ in range(15):
+            self.type(b"\x03")
+            if self.shows(b"> ", 1.0):
+                return
+        raise AssertionError(self.shown)
 
 
 def test_on_a_terminal_ctrl_c_stops_the_answer_and_keeps_what_was_said(fake: FakeServer) -> None:
     fake.says(delta("Once\x1b[2J\x07 upon"), b"")
     fake.says(delta("Fine."), DONE)
-    terminal = Terminal(fake.url)
-    terminal.until(b"> ")
-    terminal.type(b"Tell.\n")
-    terminal.until(b"upon")
-    assert b"Once[2J upon" in terminal.shown  # no control characters reach the terminal
-    terminal.type(b"\x03")
-    terminal.until(b"> ")
-    assert fake.left.wait(5)
-    terminal.type(b"\x03")  # at the prompt it ends nothing
-    terminal.until(b"> ")
-    terminal.type(b"And?\n")
-    terminal.until(b"Fine.\r\n> ")
-    terminal.type(b"\x04")
-    assert terminal.close() == 0
+    with Terminal(fake.url) as terminal:
+        assert terminal.shows(b"> ")
+        terminal.type(b"Tell.\n")
+        assert terminal.shows(b"upon")
+        assert b"Once[2J upon" in terminal.shown  # no control characters reach the terminal
+        terminal.press_ctrl_c()
+        assert fake.left.wait(5)
+        terminal.press_ctrl_c()  # at the prompt it ends nothing
+        terminal.type(b"And?\n")
+        assert terminal.shows(b"Fine.\r\n> ")
+        terminal.type(b"\x04")
+        assert terminal.process.wait(10) == 0
     assert fake.turns()[1] == [("user", "Tell."), ("assistant", "Once\x1b[2J\x07 upon"), ("user", "And?")]
