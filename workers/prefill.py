@@ -27,7 +27,7 @@ from pdq.program import Parts, run_program
 from pdq.worker import retried
 
 T = TypeVar("T")
-JOBS = 2  # while one computes, another may still store its last blocks and hand off
+JOBS = 8  # one computes; the others still store their last blocks and hand off
 HELD_SECONDS = 0.05  # between two looks at what waits for decode
 TAIL_GRACE = 60.0  # seconds a tail outlives its request's deadline
 

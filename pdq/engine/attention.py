@@ -3,10 +3,10 @@
 The modelling code gets a `Step` as its cache. For every layer it calls `update`, which writes the new KV into the
 slots, and then the registered attention function, which reads them in place: no copies, no padding, no repeated heads.
 The function finds its step through a thread-local, since not every architecture passes extra arguments down; engines
-in different threads do not meet. Masks are made here: the modelling code makes none for an implementation whose name
-it does not know, so causality and windows follow from positions and the layout alone.
+in different threads do not meet. The modelling code makes no masks for an implementation whose name it does not know,
+so causality and windows follow from positions and the layout alone, here.
 
-Owns masking and the choice of kernels. Knows nothing of sampling, wire bytes or which model runs.
+Owns what each token may see. The arithmetic is in `kernels` and `products`; nothing here knows which model runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pdq.engine import blocked
+from pdq.engine import kernels, products
 from pdq.engine.kv import LayerShape, TorchSlot
 
 IMPLEMENTATION = "pdq"
+_FUSED = products.Choice()
 _running = threading.local()
 
 
@@ -32,15 +33,8 @@ class Attending(Protocol):
     """Whatever can stand behind the registered function during a forward: a `Step`, or the probe."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        module: torch.nn.Module,
-        **options: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, module: nn.Module, **options: Any
+    ) -> Tensor:
         """query `[1, heads, tokens, key_dim]` -> `[1, tokens, heads, value_dim]`."""
         ...
 
@@ -64,13 +58,8 @@ def current() -> Attending:
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
     """The function registered with transformers under IMPLEMENTATION."""
     return current().attend(query, key, value, attention_mask, module=module, **options), None
 
@@ -79,16 +68,15 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """How an architecture turns q . k into scores. scaling None: 1 / sqrt(dim). sinks: `[heads]`."""
+class _Sight:
+    """What layers of one shape see.
 
-    scaling: float | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    planes: for each plane of a slot, one view per piece. seen: for each single-token piece None, or, where the view is
+    padded for the kernel in `products`, how many of its tokens are there.
+    """
 
-    @property
-    def plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+    planes: list[tuple[Tensor, ...]]
+    seen: list[int | None]
 
 
 class Step:
@@ -102,7 +90,7 @@ class Step:
     is_compileable = False  # asked by transformers of every cache
 
     def __init__(
-        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], choice: Choice = _FUSED
+        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], choice: products.Choice = _FUSED
     ) -> None:
         self._layers = layers
         self._choice = choice
@@ -110,112 +98,99 @@ class Step:
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
         self._written = _by_plane([slot.planes(slot.length, slot.length + n) for slot, n in pieces])
-        self._sights: dict[LayerShape, _Sight] = {}
-        for layer in layers:
-            if layer not in self._sights:
-                self._sights[layer] = self._sight(layer, pieces)
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._sights = {layer: self._sight(layer, pieces) for layer in dict.fromkeys(layers)}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._scratch = products.Scratch()
         self._layer = -1  # whose KV has been written and not been attended to yet
 
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new KV, `[1, kv_heads, tokens, dim]` each, into the slots."""
+        torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key, self._counts, 2))
+        torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value, self._counts, 2))
+        self._layer = layer_idx
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always passed explicitly, so there is no length that all pieces share."""
+        return 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        module: nn.Module,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of the layer that was written last; `key` and `value` are in the slots already."""
+        layer = self._layers[self._layer]
+        sight = self._sights[layer]
+        keys, values = sight.planes[2 * self._layer], sight.planes[2 * self._layer + 1]
+        scores = kernels.Scores(scaling, softcap, s_aux)
+        n = self._singles
+        outs = [kernels.decode(query[:, :, :n], keys[:n], values[:n], sight.seen, scores)] if n else []
+        if self._chunks:
+            for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
+                outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer.window, scores))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _chunk(
+        self, i: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scores: kernels.Scores
+    ) -> Tensor:
+        start, n = self._chunks[i]
+        if scores.plain and self._choice.chunk(n):
+            return products.chunk(
+                query,
+                key,
+                value,
+                self._mask(i, window, key),
+                windowed=window is not None,
+                scaling=scores.scaling,
+                scratch=self._scratch,
+            )
+        causal = scores.plain and start == 0 and (window is None or n <= window)
+        return kernels.prefill(query, key, value, None if causal else self._mask(i, window, key), scores)
+
+    def _mask(self, i: int, window: int | None, key: Tensor) -> Tensor:
+        """Additive mask `[new tokens, visible tokens]` of chunk `i`, the same for all layers with this window."""
+        if (i, window) not in self._masks:
+            self._masks[i, window] = causal_mask(*self._chunks[i], window, key)
+        return self._masks[i, window]
+
     def _sight(self, layer: LayerShape, pieces: Sequence[tuple[TorchSlot, int]]) -> _Sight:
-        planes, masks = [], []
-        for i, (slot, n) in enumerate(pieces):
+        planes: list[list[Tensor]] = []
+        seen: list[int | None] = []
+        for slot, n in pieces:
             first, end = _first(slot.length, layer.window), slot.length + n
-            padded, mask = end, None
-            if i < self._singles and self._choice.single(layer.heads, end - first, layer.key_dim):
-                padded = min(slot.capacity, first - (first - end) // products.PADDING * products.PADDING)
-            planes.append(slot.planes(first, padded))
-        return _Sight(_by_plane(planes), masks)
+            if n == 1 and self._choice.single(layer.heads, end - first, layer.key_dim):
+                stop = min(slot.capacity, end + (first - end) % products.PADDING)
+                slot.clear(end, stop)
+                planes.append(slot.planes(first, stop))
+                seen.append(end - first)
+            else:
+                planes.append(slot.planes(first, end))
+                seen.append(None)
+        return _Sight(_by_plane(planes), seen[: self._singles])
+
+
+def _by_plane(pieces: Sequence[list[Tensor]]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*pieces, strict=True))
+
+
 def _first(start: int, window: int | None) -> int:
     """The oldest position that a token at `start` sees."""
     return 0 if window is None else max(0, start + 1 - window)
 
 
-def causal_mask(start: int, n: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+def causal_mask(start: int, n: int, window: int | None, like: Tensor) -> Tensor:
     """Additive mask for tokens at [start, start + n) over positions from the oldest visible one to start + n."""
     first = _first(start, window)
     seen = torch.ones((n, start + n - first), dtype=torch.bool, device=like.device).tril_(start - first)
     if window is not None:
         seen.triu_(start - first - window + 1)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
-
-
-def decode(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], scores: Scores
-) -> torch.Tensor:
-    """One new token per piece: query `[1, heads, pieces, dim]` -> `[1, pieces, heads, value_dim]`.
-
-    The query heads of a group become the query-length axis, so K and V are read once for all of them and no mask is
-    needed: everything in view is in the past.
-    """
-    _, heads, count, dim = query.shape
-    kv_heads = keys[0].shape[1]
-    rows = query.transpose(1, 2).reshape(count, kv_heads, heads // kv_heads, dim)
-    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1)
-    singles = zip(torch.split(rows, 1), keys, values, strict=True)
-    outs = [_attention(q, k, v, None, scores, sinks) for q, k, v in singles]
-    return torch.cat(outs).reshape(1, count, heads, -1)
-
-
-def prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
-) -> torch.Tensor:
-    """Many new tokens of one piece: query `[1, heads, n, dim]` -> `[1, n, heads, value_dim]`.
-
-    The group becomes the batch axis and K and V are broadcast over it, which copies nothing. mask None: causal from
-    position 0, for plain scores only.
-    """
-    _, heads, n, dim = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    rows = query.reshape(kv_heads, group, n, dim).transpose(0, 1)
-    keys, values = key.expand(group, -1, -1, -1), value.expand(group, -1, -1, -1)
-    if mask is None:
-        out = functional.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scores.scaling)
-    else:
-        sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group).t()[:, :, None]
-        out = _attention(rows, keys, values, mask, scores, sinks)
-    return out.permute(2, 1, 0, 3).reshape(1, n, heads, -1)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention over all that `mask` (additive; None: everything) leaves. sinks `[..., kv_heads, query rows or 1]`."""
-    if not scores.plain:
-        return written_out(query, key, value, mask, scores, sinks)
-    if query.shape[2] == 1 and key.dtype.itemsize < 4:
-        # A single row takes a several times slower path in the CPU kernel for half precision than two equal ones.
-        query = query.expand(-1, -1, 2, -1)
-        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scores.scaling)[:, :, :1]
-    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scores.scaling)
-
-
-def written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention step by step, for what no fused kernel knows: soft-capped scores (Gemma 2) and sinks (gpt-oss).
-
-    A sink is a learned score of one more, imaginary position with value zero.
-    """
-    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
-    found = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
-    if scores.softcap is not None:
-        found = torch.tanh(found / scores.softcap) * scores.softcap
-    if mask is not None:
-        found = found + mask
-    if sinks is not None:
-        found = torch.cat([found, sinks.unsqueeze(-1).float().expand(*found.shape[:-1], 1)], -1)
-    weights = torch.softmax(found, -1)[..., : key.shape[-2]]
-    return torch.matmul(weights.to(value.dtype), value)

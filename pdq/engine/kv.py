@@ -77,11 +77,6 @@ class TorchSlot:
     def capacity(self) -> int:
         return self._capacity
 
-    @property
-    def bytes(self) -> int:
-        """Memory at full length, in bytes."""
-        return self._capacity * self._layout.token_bytes
-
     def release(self) -> bool:
         """Let the memory go. False if it was gone already."""
         was_open, self._groups = self._groups is not None, None

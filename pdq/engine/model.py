@@ -36,7 +36,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
         raise ModelUnsupported(f"{folder.name}: no such architecture in transformers: {e}") from e
     _check_config(config)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=getattr(torch, dtype),
@@ -48,8 +48,8 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
         )
     except (ValueError, KeyError, ImportError) as e:
         raise ModelUnsupported(f"{config.model_type} cannot be loaded: {e}") from e
-    _check_weights(type(model).__name__, info)
-    model = model.to(device).eval().requires_grad_(False)
+    model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
+    _check_weights(type(model).__name__, loaded[1])
     layout_of(model)
     pack(model)
     return model
@@ -59,7 +59,8 @@ def _check_config(config: PreTrainedConfig) -> None:
     name = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelUnsupported(f"{name} is not a decoder-only language model")
-    check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    check_class(cls, config)
 
 
 def _check_weights(name: str, info: dict[str, Any]) -> None:

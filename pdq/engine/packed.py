@@ -33,7 +33,7 @@ def can_pack() -> bool:
     """Does this build of torch have the operators, and this CPU bfloat16 products?"""
     ops = torch.ops.mkldnn
     return (
-        torch.backends.mkldnn.is_available()
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(ops, "_reorder_linear_weight")
         and hasattr(ops, "_linear_pointwise")
         and bool(ops._is_mkldnn_bf16_supported())

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from pdq.engine.attention import IMPLEMENTATION, Scores, attention_forward, current, running, written_out
+from pdq.engine.attention import IMPLEMENTATION, attention_forward, current, running
+from pdq.engine.kernels import Scores, written_out
 from pdq.engine.kv import LayerShape, Layout
 from pdq.errors import ModelUnsupported
 
@@ -66,7 +67,7 @@ def check_class(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     for i, kind in enumerate(getattr(config.get_text_config(), "layer_types", None) or []):
         if kind not in _KV_LAYER_TYPES:
             raise ModelUnsupported(f"{name}: layer {i} is of type {kind}; only full and sliding attention can run here")
-    if not cls.is_backend_compatible():
+    if not cls.is_backend_compatible():  # type: ignore[no-untyped-call]
         raise ModelUnsupported(f"{name} does not support pluggable attention functions")
     if "position_ids" not in inspect.signature(cls.forward).parameters:
         raise ModelUnsupported(f"{name} takes no position_ids")
@@ -226,10 +227,10 @@ class _Recorder:
     def _window(self, layer_idx: int, mask: torch.Tensor | None) -> int | None:
         if mask is None:
             return None
-        for mark, window in self._windows:
-            if mark is mask:
-                return window
-        self._refuse(layer_idx, "changes its attention mask")
+        windows = [window for mark, window in self._windows if mark is mask]
+        if not windows:
+            self._refuse(layer_idx, "changes its attention mask")
+        return windows[0]
 
     def _refuse(self, layer_idx: int, why: str) -> NoReturn:
         raise ModelUnsupported(f"{_name(self._model)}: {_layer_name(self._model, layer_idx)} {why}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 # Every new shape costs oneDNN a fraction of a millisecond, once; so single tokens look at a multiple of this many.
@@ -44,9 +45,9 @@ class Scratch:
     """Memory for scores that all layers of a forward share: fresh pages for each would cost as much as the softmax."""
 
     def __init__(self) -> None:
-        self._flat: torch.Tensor | None = None
+        self._flat: Tensor | None = None
 
-    def pair(self, shape: tuple[int, int, int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Two uninitialised tensors of `shape`, valid until the next call."""
         size = shape[0] * shape[1] * shape[2]
         if self._flat is None or len(self._flat) < 2 * size:
@@ -54,29 +55,31 @@ class Scratch:
         return self._flat[:size].view(shape), self._flat[size : 2 * size].view(shape)
 
 
-def single(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """One token: query `[1, kv_heads, group, dim]`, key and value `[1, kv_heads, visible, dim]` -> query's shape.
+def single(query: Tensor, key: Tensor, value: Tensor, seen: int, scaling: float | None) -> Tensor:
+    """One token: query `[1, kv_heads, group, dim]`, key and value `[1, kv_heads, tokens, dim]` -> like query.
 
-    mask: additive `[visible, 1]`; what it hides must be numbers all the same. K comes first in the product: the other
-    way round it would be reordered.
+    Only the first `seen` tokens are there; the rest is padding, of any numbers. K comes first in the product: the
+    other way round it would be reordered.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.baddbmm(mask, key[0], query[0].transpose(1, 2), alpha=scaling)
+    _, kv_heads, group, dim = query.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    scores = torch.empty((kv_heads, key.shape[2], group), dtype=key.dtype, device=key.device)
+    torch.baddbmm(scores, key[0], query[0].transpose(1, 2), beta=0, alpha=scaling, out=scores)
+    if seen < key.shape[2]:
+        scores[:, seen:] = float("-inf")
     return torch.bmm(torch.softmax(scores.transpose(1, 2), -1), value[0]).unsqueeze(0)
 
 
 def chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
     *,
     windowed: bool,
     scaling: float | None,
     scratch: Scratch,
-) -> torch.Tensor:
+) -> Tensor:
     """query `[1, heads, n, dim]`, key and value `[1, kv_heads, visible, dim]` -> `[1, n, heads, value_dim]`.
 
     mask: additive `[n, visible]`, causal: the last n visible tokens are the query's own. windowed: does it also hide
@@ -114,20 +117,15 @@ def trial(dtype: torch.dtype) -> Choice:
     """Which of these kernels are the faster ones here? Takes a few hundredths of a second, once."""
     if dtype is not torch.bfloat16:
         return Choice()
-    heads, kv_heads, n, visible, dim = 8, 4, 256, 1024, 64
-    key = torch.ones((1, kv_heads, visible, dim), dtype=dtype)
+    fused, scratch = functional.scaled_dot_product_attention, Scratch()
+    n, visible = 128, 1024
+    query, key = torch.ones((1, 4, n, 64), dtype=dtype), torch.ones((1, 4, visible, 64), dtype=dtype)
     mask = torch.zeros((n, visible), dtype=dtype)
-    rows = torch.ones((1, heads, n, dim), dtype=dtype)
-    grouped = rows.view(kv_heads, heads // kv_heads, n, dim).transpose(0, 1)
-    keys = key.expand(heads // kv_heads, -1, -1, -1)
-    row = torch.ones((1, kv_heads, heads // kv_heads, dim), dtype=dtype)
-    scratch = Scratch()
-    fused = functional.scaled_dot_product_attention
+    row, long = torch.ones((1, 4, 4, 64), dtype=dtype), torch.ones((1, 4, 4096, 64), dtype=dtype)
     return Choice(
-        chunks=_seconds(lambda: chunk(rows, key, key, mask, windowed=False, scaling=None, scratch=scratch))
-        < _seconds(lambda: fused(grouped, keys, keys, mask)),
-        singles=_seconds(lambda: single(row, key, key, mask[0, :, None], None))
-        < _seconds(lambda: fused(row, key, key)),
+        chunks=_seconds(lambda: chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch))
+        < _seconds(lambda: fused(query, key, key, mask)),
+        singles=_seconds(lambda: single(row, long, long, 4095, None)) < _seconds(lambda: fused(row, long, long)),
     )
 
 

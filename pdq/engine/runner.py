@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdq.engine import blocked
+from pdq.engine import products
 from pdq.engine.attention import Step, running
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.kv import TorchSlot
@@ -60,7 +60,7 @@ class TorchEngine:
         self._device = model.device
         self._threads = threads
         self._set_threads()
-        self._use_blocks = self._device.type == "cpu" and blocked.wins(self._layout.dtype)
+        self._choice = products.trial(self._layout.dtype) if self._device.type == "cpu" else products.Choice()
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self._cache_name = cache_argument(model)
@@ -83,14 +83,18 @@ class TorchEngine:
             if size * self.spec.token_bytes > self._free:
                 raise NoRoom(f"{size} tokens of {self.spec.token_bytes} bytes do not fit in {self._free} bytes")
             self._free -= size * self.spec.token_bytes
-        with torch.inference_mode():
+        try:
             return TorchSlot(self._layout, size, self._device)
+        except RuntimeError as e:  # torch's way to say that there is no memory, host or device
+            self._give_back(size)
+            raise NoRoom(str(e)) from e
 
     def close(self, slot: Slot) -> None:
         mine = _own(slot)
         with self._lock:
-            if mine.release():
-                self._free += mine.bytes
+            was_open = mine.release()
+        if was_open:
+            self._give_back(mine.capacity)
 
     def can_open(self, capacity: int) -> bool:
         with self._lock:
@@ -143,7 +147,7 @@ class TorchEngine:
             last_row[i] = len(ids) - 1
         keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
         pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
-        step = Step(self._layout.layers, pieces, use_blocks=self._use_blocks)
+        step = Step(self._layout.layers, pieces, self._choice)
         logits = self._call(step, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
@@ -165,6 +169,10 @@ class TorchEngine:
 
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self._device, non_blocking=True)
+
+    def _give_back(self, capacity: int) -> None:
+        with self._lock:
+            self._free += capacity * self.spec.token_bytes
 
     def _rounded(self, capacity: int) -> int:
         return min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, self.spec.max_model_len)

@@ -90,7 +90,7 @@ def test_bfloat16_round_trip_is_bit_exact_for_every_bit_pattern() -> None:
 
 
 def test_loading_appends_behind_what_is_there(llama: TorchEngine) -> None:
-    slot, ids = filled(llama, 11)
+    slot, _ = filled(llama, 11)
     runs = runs_of(llama.export(slot, 0, 11, BLOCK, HEADROOM), 11)
     other = llama.open(20)
     llama.load(other, 0, runs[:1])
@@ -171,6 +171,19 @@ def test_slots_beyond_the_budget_find_no_room_until_one_is_closed() -> None:
     it.close(first)
     assert it.open(128).capacity == 128
     assert not it.can_open(1)
+
+
+def out_of_memory(*args: object) -> None:
+    raise RuntimeError("cannot allocate memory")
+
+
+def test_a_machine_out_of_memory_is_no_room_and_costs_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = engine(tiny_model("llama"), kv_memory_bytes=64 * TOKEN_BYTES)
+    with monkeypatch.context() as broken:
+        broken.setattr(TorchSlot, "__init__", out_of_memory)
+        with pytest.raises(NoRoom, match="cannot allocate"):
+            it.open(64)
+    assert it.open(64).capacity == 64
 
 
 def test_capacity_never_exceeds_the_models_context(llama: TorchEngine) -> None:

@@ -1,0 +1,102 @@
+"""Attention over one piece's K and V where they lie, with grouped query heads: torch's fused kernel, or step by step.
+
+Pure functions of tensors. Called by `attention`; the faster kernels for some CPUs are in `products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdq.engine import products
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How an architecture turns q . k into scores. scaling None: 1 / sqrt(dim). sinks: `[heads]`."""
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def decode(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Sequence[int | None], scores: Scores
+) -> Tensor:
+    """One new token per piece: query `[1, heads, pieces, dim]` -> `[1, pieces, heads, value_dim]`.
+
+    The query heads of a group become the query-length axis, so K and V are read once for all of them and no mask is
+    needed: everything in view is in the past. seen: None, or of how many tokens that is true; the others are padding.
+    """
+    _, heads, count, dim = query.shape
+    kv_heads = keys[0].shape[1]
+    rows = query.transpose(1, 2).reshape(count, kv_heads, heads // kv_heads, dim)
+    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1)
+    outs = []
+    for q, k, v, n in zip(torch.split(rows, 1), keys, values, seen, strict=True):
+        if n is None:
+            outs.append(_attention(q, k, v, None, scores, sinks))
+        elif scores.plain:
+            outs.append(products.single(q, k, v, n, scores.scaling))
+        else:
+            outs.append(_attention(q, k[:, :, :n], v[:, :, :n], None, scores, sinks))
+    return torch.cat(outs).reshape(1, count, heads, -1)
+
+
+def prefill(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Many new tokens of one piece: query `[1, heads, n, dim]` -> `[1, n, heads, value_dim]`.
+
+    The group becomes the batch axis and K and V are broadcast over it, which copies nothing. mask None: causal from
+    position 0, for plain scores only.
+    """
+    _, heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    rows = query.reshape(kv_heads, group, n, dim).transpose(0, 1)
+    keys, values = key.expand(group, -1, -1, -1), value.expand(group, -1, -1, -1)
+    if mask is None:
+        out = functional.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scores.scaling)
+    else:
+        sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group).t()[:, :, None]
+        out = _attention(rows, keys, values, mask, scores, sinks)
+    return out.permute(2, 1, 0, 3).reshape(1, n, heads, -1)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Attention over all that `mask` (additive; None: everything) leaves. sinks `[..., kv_heads, query rows or 1]`."""
+    if not scores.plain:
+        return written_out(query, key, value, mask, scores, sinks)
+    if query.shape[2] == 1 and key.dtype.itemsize < 4:
+        # A single row takes a several times slower path in the CPU kernel for half precision than two equal ones.
+        query = query.expand(-1, -1, 2, -1)
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scores.scaling)[:, :, :1]
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scores.scaling)
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Attention step by step, for what no fused kernel knows: soft-capped scores (Gemma 2) and sinks (gpt-oss).
+
+    A sink is a learned score of one more, imaginary position with value zero.
+    """
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    found = torch.matmul(query, key.transpose(-1, -2)).float() * scaling
+    if scores.softcap is not None:
+        found = torch.tanh(found / scores.softcap) * scores.softcap
+    if mask is not None:
+        found = found + mask
+    if sinks is not None:
+        found = torch.cat([found, sinks.unsqueeze(-1).float().expand(*found.shape[:-1], 1)], -1)
+    weights = torch.softmax(found, -1)[..., : key.shape[-2]]
+    return torch.matmul(weights.to(value.dtype), value)
