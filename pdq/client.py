@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from pdq import connection, scripts
 from pdq.config import RedisSettings
 from pdq.connection import RedisError
 from pdq.errors import (
+    DeadlineExceeded,
     IdConflict,
     InvalidRequest,
     QueueFull,
@@ -80,19 +82,22 @@ class Status:
 class Handle:
     """A submitted request. Handles hold no resources; one can be made again from the id by `AsyncClient.attach`."""
 
-    def __init__(self, client: AsyncClient, request_id: str, *, submitted: bool = False) -> None:
+    def __init__(self, client: AsyncClient, request_id: str, *, timeout: float | None = None) -> None:
         self.id = request_id
         self._client = client
-        self._submitted = submitted  # here, so that its absence is a loss
+        self._submitted = timeout is not None  # here and now, so that its absence is a loss
+        self._deadline = time.monotonic() + (timeout or 0.0)
 
     async def stream(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The events after the first `after` tokens, in order, the terminal one last.
 
         Raises what ended the request if that was an error (RequestFailed, RequestCancelled, DeadlineExceeded,
-        InvalidRequest, ...), RequestNotFound if it does not exist (any more), Unavailable if Redis stays away.
+        InvalidRequest, ...), RequestNotFound if it does not exist (any more), Unavailable if Redis stays away or lost
+        the request or a part of the reply.
         """
         hub = self._client.hub
         sub = await hub.subscribe(self.id, after)
+        position: int | None = None
         try:
             while True:
                 event = await sub.get(CHECK_SECONDS)
@@ -101,6 +106,11 @@ class Handle:
                     continue
                 if event.error is not None:
                     raise from_wire(event.error)
+                # The first event may begin before `after`. Else only a Redis that forgets makes a gap or a repetition:
+                # a stream was deleted, or a failover undid writes.
+                if event.index > after if position is None else event.index != position:
+                    raise Unavailable("Redis lost a part of the reply", retry_after=1.0)
+                position = event.index + len(event.token_ids)
                 yield event
                 if event.terminal:
                     return
@@ -132,15 +142,19 @@ class Handle:
     async def _check(self, last_id: str) -> None:
         """Nothing came for a while: make sure that something still can. Raises what ended the request for good."""
         try:
-            status = await self._client.check(self.id)
-        except Unavailable:
+            async with asyncio.timeout(CHECK_SECONDS):  # what the stream brings meanwhile must not wait for longer
+                status = await self._client.check(self.id)
+                gone = status.state == "done" and not await self._client.has_events(self.id, last_id)
+        except (Unavailable, TimeoutError) as e:
+            if self._submitted and time.monotonic() > self._deadline + OVERDUE_GRACE_MS / 1000:
+                raise DeadlineExceeded("the request's deadline has passed and Redis does not answer") from e
             return  # the reader of the replies counts how long Redis is away
         except RequestNotFound as e:
             if self._submitted:
                 raise Unavailable("Redis lost the request", retry_after=1.0) from e
             raise
-        if status.state == "done" and not await self._client.has_events(self.id, last_id):
-            raise RequestFailed("the reply stream was lost")
+        if gone:
+            raise Unavailable("Redis lost the reply", retry_after=1.0)
 
 
 class AsyncClient:
@@ -213,7 +227,7 @@ class AsyncClient:
             model=model, lane=lane, timeout=timeout, queue_timeout=queue_timeout, tenant=tenant, sampling=sampling,
         )  # fmt: skip
         await self._submit(request, fresh_seed=sampling.get("seed") is None)
-        return Handle(self, request.id, submitted=True)
+        return Handle(self, request.id, timeout=timeout)
 
     async def _submit(self, request: Request, *, fresh_seed: bool) -> None:
         data = encode(request)

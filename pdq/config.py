@@ -220,9 +220,9 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where pdq keeps what can be made again: PDQ_CACHE, XDG_CACHE_HOME/pdq, or ~/.cache/pdq. Not created here."""
     environ = os.environ if environ is None else environ
     if own := environ.get("PDQ_CACHE"):
-        return Path(own).absolute()
+        return Path(own).expanduser().absolute()
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "pdq"
+    return Path(base or "~/.cache").expanduser().absolute() / "pdq"
 
 
 def _setting_variables() -> frozenset[str]:

@@ -26,10 +26,13 @@ CONNECT_TIMEOUT = 2.0
 COMMAND_TIMEOUT = 5.0
 LEASE_TIMEOUT = 2.0
 BULK_TIMEOUT = 30.0
-BLOCK_SECONDS = 5.0  # longest wait of a blocking read; its socket timeout is above it
+BLOCK_SECONDS = 5.0  # longest wait of a blocking read; its socket timeout is above it by
+BLOCK_MARGIN = 5.0
 POOL_WAIT = 5.0
 
-_RETRIED = (redis.ConnectionError, redis.TimeoutError)
+# A retry connects anew. After READONLY too: the master has become a replica, and only a new connection can find the
+# new master behind the same address.
+_RETRIED = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 _COMMON = {
     "protocol": 2,
     "legacy_responses": True,
@@ -52,7 +55,7 @@ def command(url: str, connections: int = 16) -> AsyncRedis:
 
 def blocking(url: str) -> AsyncRedis:
     """One connection for reads that wait on the server."""
-    return _asyncio(url, BLOCK_SECONDS + 5.0, AsyncRetry(NoBackoff(), 0), 1)
+    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1)
 
 
 def bulk(url: str, connections: int) -> SyncRedis:

@@ -118,4 +118,8 @@ class KVTransfer:
             await self._run(lambda: self.store.drop_tail(key))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(done)
+        finally:  # whoever gives up closes the slot, which a thread must not be filling then
+            await asyncio.wait([done])

@@ -84,12 +84,13 @@ class Leases:
 
     def add(self, job: Job) -> Running:
         running = Running(job, self._seconds)
-        self.progress()
+        if not self._running:  # else a worker that hangs and still claims would never look stalled
+            self.progress()
         self._running[job.id] = running
         return running
 
     def progress(self) -> None:
-        """The work has moved: a forward is done, a job has begun or ended."""
+        """The work has moved: a forward is done, or the first job has begun."""
         self._progress = time.monotonic()
 
     @property

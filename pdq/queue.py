@@ -8,6 +8,7 @@ lease), then `claim`. No torch here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from pdq.keys import DEAD_LETTERS, GROUP, Keys
 from pdq.messages import LANES, VERSION, BadMessage, Event, Handoff, Request, Timings, decode, encode
 
 Entry = tuple[str, str, str]  # stream, entry id, request id
+Fence = tuple[int, str, str, str]  # attempt, owner, group, entry id
 
 
 def end_event(error: PdqError, index: int = 0) -> Event:
@@ -54,7 +56,7 @@ class Job:
     timings: Timings
     requeues: int
 
-    def fence(self) -> tuple[int, str, str, str]:
+    def fence(self) -> Fence:
         """The leading arguments of the fenced scripts: attempt, owner, group, entry."""
         return (self.attempt, self.owner, GROUP, self.entry)
 
@@ -163,7 +165,8 @@ class Queue:
             if self.stage == "decode" and state is None:
                 raise BadMessage("the handoff is missing")
         except BadMessage as e:
-            await self._refuse(stream, entry_id, request_id, int(attempt), e)
+            with suppress(LostLease):  # a lease passed meanwhile: it is somebody else's to refuse
+                await self._refuse(stream, request_id, (int(attempt), self.owner, GROUP, entry_id), e)
             return None
         return Job(
             id=request_id, stream=stream, entry=entry_id, attempt=int(attempt), owner=self.owner, request=request,
@@ -171,8 +174,10 @@ class Queue:
             timings=_timings(self.stage, *map(int, times)), requeues=int(requeues),
         )  # fmt: skip
 
-    async def _refuse(self, stream: str, entry: str, request_id: str, attempt: int, why: BadMessage) -> None:
-        fence = (attempt, self.owner, GROUP, entry)
+    async def _refuse(self, stream: str, request_id: str, fence: Fence, why: BadMessage) -> None:
+        if why.newer:
+            await self._release(stream, request_id, fence, newer=True)
+            return
         event = encode(end_event(RequestFailed(f"the queued request cannot be read: {why}")))
         await self._fail(stream, request_id, fence, event, str(why), max_attempts=0)
 
@@ -192,7 +197,7 @@ class Queue:
         keys = [self.keys.request(job.id), self.keys.out(job.id)]
         span = (event.index, event.index + len(event.token_ids), encode(event))
         if event.finish_reason is None:
-            return scripts.append(keys, job.attempt, job.owner, *span)
+            return scripts.append(keys, job.attempt, job.owner, *span, VERSION)
         attempt, owner, *place = job.fence()
         return scripts.finish(
             [*keys, self.keys.load, job.stream], attempt, owner, *span, *place, event.finish_reason, self._ttl_ms
@@ -243,7 +248,7 @@ class Queue:
         self,
         stream: str,
         request_id: str,
-        fence: tuple[int, str, str, str],
+        fence: Fence,
         event: bytes,
         why: str,
         max_attempts: int,
@@ -259,7 +264,13 @@ class Queue:
 
     async def release(self, job: Job) -> None:
         """Give the job back at once, without charging the attempt (drain). Raises LostLease."""
-        await self._transition(scripts.release([self.keys.request(job.id), job.stream], *job.fence(), job.id))
+        await self._release(job.stream, job.id, job.fence())
+
+    async def _release(self, stream: str, request_id: str, fence: Fence, *, newer: bool = False) -> None:
+        """newer: not to whoever reads next, but left for workers whose version is above ours."""
+        least = VERSION + 1 if newer else ""
+        call = scripts.release([self.keys.request(request_id), stream], *fence, request_id, self._lease_ms, least)
+        await self._transition(call)
 
     async def requeue(self, job: Job, most: int = 1) -> bool:
         """Send a decode job back to prefill since its KV is gone; False if that happened `most` times before."""

@@ -79,6 +79,7 @@ class ReplyHub:
         self._open.setdefault(self._keys.out(request_id), []).append(sub)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._pump(), name="pdq-replies")
+            self._task.add_done_callback(self._on_end)
         elif self._reading:
             await self._wake()
         return sub
@@ -110,13 +111,13 @@ class ReplyHub:
             log.warning("cannot wake the reply reader: %s", e)  # it looks again after BLOCK_SECONDS at the latest
 
     async def _pump(self) -> None:
-        delay = 0.05
+        self._outage, delay = None, 0.05
         while self._open:
+            asked = time.monotonic()
             try:
                 reply = await self._read()
             except RedisError as e:
-                self._reading = False
-                self._on_outage(e)
+                self._on_outage(e, asked + BLOCK_SECONDS)
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 1.0)
                 continue
@@ -156,16 +157,25 @@ class ReplyHub:
                     if isinstance(item, PdqError) or item.terminal:
                         self.forget(sub)
 
-    def _on_outage(self, error: RedisError) -> None:
+    def _on_outage(self, error: RedisError, due: float) -> None:
+        """due: when an answer should have come at the latest; a silent Redis is away since then."""
         now = time.monotonic()
         if self._outage is None:
-            self._outage = now
+            self._outage = min(now, due)
             log.warning("Redis does not answer the reply reader: %s", error)
         if now - self._outage >= OUTAGE_SECONDS:
-            gone = Unavailable(f"Redis has been away for {OUTAGE_SECONDS:g} s: {error}", retry_after=5.0)
-            for sub in [s for subs in self._open.values() for s in subs]:
-                sub.put(gone)
-                self.forget(sub)
+            self._end_all(Unavailable(f"Redis has been away for {OUTAGE_SECONDS:g} s: {error}", retry_after=5.0))
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Nobody is left waiting for a reader that a bug has ended; the next subscription starts another."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the reply reader failed", exc_info=error)
+            self._end_all(RequestFailed("the reply cannot be read"))
+
+    def _end_all(self, error: PdqError) -> None:
+        for sub in [s for subs in self._open.values() for s in subs]:
+            sub.put(error)
+            self.forget(sub)
 
 
 def _order(entry_id: str) -> tuple[int, int]:

@@ -41,10 +41,6 @@ class Call:
             return await redis.evalsha(*self._evalsha())
         except NoScriptError:
             return await redis.eval(*self._eval())
-        except ReadOnlyError:
-            # The master has become a replica: only new connections can find the new master.
-            await redis.connection_pool.disconnect(inuse_connections=False)
-            raise
 
     def run_sync(self, redis: SyncRedis) -> Any:
         """The same from a thread."""
@@ -99,4 +95,6 @@ async def _pipeline(redis: AsyncRedis, commands: Sequence[tuple[Any, ...]], verb
     for c in commands:
         getattr(pipe, verb)(*c)
     results: list[Any] = await pipe.execute(raise_on_error=False)
+    if any(isinstance(r, ReadOnlyError) for r in results):  # nobody raised it, so nobody has left that connection
+        await redis.connection_pool.disconnect(inuse_connections=False)
     return results

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from contextlib import suppress
 
 from pdq.engine.base import Engine, Slot
+from pdq.lease import Running
+
+LOOK_SECONDS = 0.05  # between two looks at whether a job that waits should stop: other threads say so without waking us
 
 
 class Slots:
-    """The slots of one engine. waiting: jobs that wait for room now."""
+    """The slots of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = asyncio.Lock()
+        self._queue: deque[Running] = deque()
         self._freed = asyncio.Event()
-        self.waiting = 0
 
-    async def open(self, capacity: int) -> Slot:
-        """A slot for `capacity` tokens, as soon as there is room. It must fit into an empty engine."""
-        self.waiting += 1
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for room now."""
+        return len(self._queue)
+
+    async def open(self, capacity: int, running: Running) -> Slot:
+        """A slot for `capacity` tokens, as soon as there is room. It must fit into an empty engine.
+
+        Raises `running.error()` if the job should stop before.
+        """
+        self._queue.append(running)
         try:
-            async with self._turn:
-                while not self._engine.can_open(capacity):
-                    self._freed.clear()
-                    await self._freed.wait()
-                return self._engine.open(capacity)
+            while self._queue[0] is not running or not self._engine.can_open(capacity):
+                running.check()
+                self._freed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), LOOK_SECONDS)
+            return self._engine.open(capacity)
         finally:
-            self.waiting -= 1
+            self._queue.remove(running)
+            self._freed.set()
 
     def close(self, slot: Slot) -> None:
         self._engine.close(slot)

@@ -97,7 +97,7 @@ class BlockStore:
         for block_hash in hashes:
             pipe.pexpire(self._keys.block(block_hash), self._ttl_ms)
         pipe.zadd(self._keys.index, dict.fromkeys(hashes, int(time.time() * 1000)))
-        pipe.execute()
+        pipe.execute(raise_on_error=False)  # a Redis that is full or read-only has still given the blocks
 
     def put_tail(self, key: str, value: memoryview, ttl: float) -> None:
         """Store the sealed partial block of a handoff for `ttl` seconds. Raises RedisError."""

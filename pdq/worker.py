@@ -40,6 +40,7 @@ STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 OOM_DELAY = 2.0
+UNWIND_SECONDS = 10.0  # for the chunk or step that runs when the drain's time is over
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 
@@ -55,8 +56,12 @@ class Stage(Protocol):
         """Carry the job through this stage: hand it off or end it. Errors are the worker's to turn into transitions."""
         ...
 
-    async def ready(self) -> None:
-        """Return when the stage can use another job (back-pressure); the claims wait for it. Raises RedisError."""
+    async def ended(self, job: Job) -> None:
+        """The worker has ended the request in this stage: drop what was kept for it alone. Best effort."""
+        ...
+
+    async def ready(self) -> bool:
+        """May another job be claimed now (back-pressure)? Takes a moment if not. Raises RedisError."""
         ...
 
     async def serve(self) -> None:
@@ -130,23 +135,33 @@ class Worker:
         await asyncio.wait([claims], timeout=2 * READ_SECONDS + connection.COMMAND_TIMEOUT)
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=self.settings.drain_seconds)
-        for task, running in list(self._jobs.items()):
+        left = dict(self._jobs)
+        for task in left:
             task.cancel()
-            await asyncio.wait([task])
-            try:
-                await self.queue.release(running.job)
-            except (LostLease, RedisError) as e:
-                log.warning("%s: cannot give back: %s", running.job.id, e)
+        await asyncio.gather(*(self._give_back(running.job) for running in left.values()))
+        if left and (await asyncio.wait(left, timeout=UNWIND_SECONDS))[1]:
+            log.error("%s: a forward does not return; the process ends without it", self.name)
+            await self._sign_off()
+            os._exit(1)
+
+    async def _give_back(self, job: Job) -> None:
+        try:
+            await self.queue.release(job)
+        except (LostLease, RedisError) as e:
+            log.warning("%s: cannot give back: %s", job.id, e)
 
     async def _close(self) -> None:
+        await self._sign_off()
+        for client in (self._redis, self._waiting, self._hints):
+            await client.aclose()
+
+    async def _sign_off(self) -> None:
         try:
             await self.queue.leave()
             await self._redis.zrem(self.keys.workers, self.name)
             await self._redis.delete(self.keys.worker(self.name))
         except RedisError as e:
             log.warning("%s: cannot sign off: %s", self.name, e)
-        for client in (self._redis, self._waiting, self._hints):
-            await client.aclose()
 
     async def _claims(self, stage: Stage) -> None:
         """Take jobs while there is room for them. A Redis outage is waited out."""
@@ -159,7 +174,8 @@ class Worker:
                     await asyncio.wait_for(self._changed.wait(), READ_SECONDS)
                 continue
             try:
-                await stage.ready()
+                if not await stage.ready():
+                    continue
                 for entry in await self._entries(free):
                     job = await self.queue.claim(entry)
                     if job is not None:
@@ -204,6 +220,7 @@ class Worker:
             except PdqError as e:
                 log.info("%s: ended: %s", job.id, e)
                 await retried(running, partial(self.queue.end, job, e))
+                await stage.ended(job)
             except OutOfMemoryError as e:  # Redis answers, it is just full: later there may be room
                 await retried(running, partial(self.queue.fail, job, f"Redis is out of memory: {e}", OOM_DELAY))
             except RedisError:

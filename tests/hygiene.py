@@ -99,7 +99,7 @@ def leaks(client: redis.Redis) -> list[str]:
 
 
 def end_all(client: redis.Redis, pool: str = "default") -> None:
-    """End every request of the pool with the product's own transitions: the queued by a cancel, the running by a finish.
+    """End every request of the pool by the product's own transitions: the queued by a cancel, the running by a finish.
 
     For tests of single transitions, which leave requests in the middle of things.
     """

@@ -25,6 +25,7 @@ from pdq.generation import Generation, max_new_tokens
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Usage
 from pdq.program import Parts, run_program
+from pdq.queue import Job
 from pdq.worker import RETRY_SECONDS, retried
 
 log = logging.getLogger(__name__)
@@ -110,8 +111,9 @@ class DecodeStage:
     def counters(self) -> Counter[str]:
         return self._counters + self._parts.transfer.store.counters
 
-    async def ready(self) -> None:
+    async def ready(self) -> bool:
         """Decode takes what it has room for; nothing comes after it that could be overrun."""
+        return True
 
     async def work(self, running: Running) -> None:
         handoff = running.job.handoff
@@ -128,8 +130,12 @@ class DecodeStage:
             await sequence.outcome
         finally:
             await asyncio.shield(self._leave(sequence))
-        with suppress(RedisError):
-            await self._parts.transfer.drop_tail(handoff.tail_key)
+        await self.ended(running.job)
+
+    async def ended(self, job: Job) -> None:
+        if job.handoff is not None:
+            with suppress(RedisError):
+                await self._parts.transfer.drop_tail(job.handoff.tail_key)
 
     def _check_model(self, handoff: Handoff) -> None:
         spec = self._parts.engine.spec
@@ -151,7 +157,7 @@ class DecodeStage:
             parts.tokenizer, sampling, spec.eos_ids, max_new_tokens(sampling, len(handoff.prompt), spec.max_model_len)
         )
         generation.replay(emitted)
-        slot = await parts.slots.open(len(handoff.prompt) + generation.max_new)
+        slot = await parts.slots.open(len(handoff.prompt) + generation.max_new, running)
         try:
             running.check()
             chain = parts.transfer.prefix(tokens[: handoff.kv_length], job.request.tenant)
@@ -170,6 +176,7 @@ class DecodeStage:
         queue = self._parts.worker.queue
         if self._settings.kv_miss == "requeue" and await retried(running, lambda: queue.requeue(running.job)):
             self._counters["kv_requeued"] += 1
+            await self.ended(running.job)  # for this handoff; there will be another with a tail of its own
             return
         raise RequestFailed(f"the KV of the prompt is gone ({miss.reason})")
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from pdq import keys
 from pdq.config import PrefillSettings
+from pdq.connection import RedisError
 from pdq.engine.base import Segment, Slot
 from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from pdq.generation import Generation, max_new_tokens
@@ -24,6 +26,7 @@ from pdq.kv_transfer import Prefix
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request, SamplingParams, Timings, Usage
 from pdq.program import Parts, run_program
+from pdq.queue import Job
 from pdq.worker import retried
 
 T = TypeVar("T")
@@ -70,14 +73,19 @@ class PrefillStage:
         """One job to compute, no more: a job claimed here would wait while another worker may be idle."""
         return min(1 + self._computed, JOBS)
 
-    async def ready(self) -> None:
-        """Wait while decode has more handed-over KV to take than the limit allows."""
-        while self._held > self._most_held:
+    async def ready(self) -> bool:
+        """Not while decode has more handed-over KV to take than the limit allows."""
+        if self._held > self._most_held:
             await asyncio.sleep(HELD_SECONDS)
             self._held = await self._parts.worker.queue.held()
+        return self._held <= self._most_held
 
     async def serve(self) -> None:
         await asyncio.Event().wait()
+
+    async def ended(self, job: Job) -> None:
+        with suppress(RedisError):
+            await self._parts.transfer.drop_tail(keys.tail(job.id, job.attempt))
 
     def counters(self) -> Counter[str]:
         return self._counters + self._parts.transfer.store.counters
@@ -89,7 +97,7 @@ class PrefillStage:
         # Emitted tokens: an earlier attempt got so far, or decode lost the KV. All but the last have KV to be made.
         sequence = [*tokens, *emitted[:-1]]
         chain = parts.transfer.prefix(sequence, job.request.tenant)
-        slot = await parts.slots.open(len(sequence))
+        slot = await parts.slots.open(len(sequence), running)
         prompt = Prompt(running, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
             async with self._turn:
@@ -191,7 +199,11 @@ class PrefillStage:
         self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
 
     async def _on_engine(self, call: partial[T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._parts.compute, call)
+        done = asyncio.get_running_loop().run_in_executor(self._parts.compute, call)
+        try:
+            return await asyncio.shield(done)
+        finally:  # whoever gives up does so after the call, since then the slot is closed
+            await asyncio.wait([done])
 
 
 def main() -> None:

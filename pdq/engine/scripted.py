@@ -3,6 +3,8 @@
     --engine scripted                                    tokens depend on everything before them
     --engine scripted:text=Hello world.,step_ms=20       a fixed answer, over and over, 20 ms a forward
     --engine scripted:prefill_us=500,token_bytes=23040   500 us a prompt token, KV as large as a real model's
+    --engine scripted:crash_on=35,hang_on=36,hang_ms=9e3 a sequence that holds token 35 ends the process, one with
+                                                         token 36 makes its forwards hang for 9 s
 
 KV of a token is its id and a running checksum of all tokens up to it, repeated to `token_bytes`. The next token follows
 from the last checksum, so a lost, swapped or foreign block changes the text or is refused: tests see wrong KV at once.
@@ -11,12 +13,14 @@ from the last checksum, so a lost, swapped or foreign block changes the text or 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.errors import ConfigError
@@ -32,22 +36,27 @@ class Script:
     text: str = ""
     step_ms: float = 0.0
     prefill_us: float = 0.0
+    load_ms: float = 0.0  # to fill a slot from the store
     token_bytes: int = 8
     eos_every: int = 0  # without text: about one token in this many ends the answer; 0 is never
+    crash_on: int = -1  # a token; a forward over a sequence that holds it is the end of the process
+    hang_on: int = -1  # a token; a forward over a sequence that holds it takes hang_ms
+    hang_ms: float = 0.0
 
     @classmethod
     def parse(cls, engine: str) -> Script:
         """From "scripted" or "scripted:key=value,...". Raises ConfigError."""
+        kinds = {f.name: type(f.default) for f in fields(cls)}
         values: dict[str, str | float | int] = {}
         for part in filter(None, engine.partition(":")[2].split(",")):
             name, _, value = part.partition("=")
             try:
-                kind = {"text": str, "step_ms": float, "prefill_us": float, "token_bytes": int, "eos_every": int}[name]
-                values[name] = kind(value)
+                values[name] = kinds[name](value)
             except (KeyError, ValueError) as e:
                 raise ConfigError(f"engine: bad part {part!r} of a scripted engine") from e
         script = cls(**values)  # type: ignore[arg-type]
-        if script.token_bytes < 8 or script.token_bytes % 8 or script.step_ms < 0 or script.prefill_us < 0:
+        times = (script.step_ms, script.prefill_us, script.load_ms, script.hang_ms)
+        if script.token_bytes < 8 or script.token_bytes % 8 or not all(0 <= t < math.inf for t in times):
             raise ConfigError("engine: token_bytes is a multiple of 8, times are not negative")
         return script
 
@@ -113,10 +122,18 @@ class ScriptedEngine:
         tokens = sum(len(s.token_ids) for s in segments)
         self.forwards += 1
         self.computed += tokens
+        if self._holds(self._script.crash_on, segments):
+            os._exit(137)  # as the kernel's OOM killer would end it
+        if self._holds(self._script.hang_on, segments):
+            time.sleep(self._script.hang_ms / 1e3)
         pause = self._script.step_ms / 1e3 + max(tokens - len(segments), 0) * self._script.prefill_us / 1e6
         if pause:
             time.sleep(pause)
         return [self._forward(s) for s in segments]
+
+    @staticmethod
+    def _holds(token: int, segments: Sequence[Segment]) -> bool:
+        return token >= 0 and any(token in s.token_ids or token in _own(s.slot).tokens for s in segments)
 
     def _forward(self, segment: Segment) -> int | None:
         slot = _own(segment.slot)
@@ -149,6 +166,8 @@ class ScriptedEngine:
             raise ValueError("the sizes of the KV runs do not fit")
         if start + sum(n for n, _ in runs) > own.capacity:
             raise ValueError("the slot is too small")
+        if self._script.load_ms:
+            time.sleep(self._script.load_ms / 1e3)
         for n, data in runs:
             for i in range(n):
                 token, checksum = _RECORD.unpack_from(data, i * step)

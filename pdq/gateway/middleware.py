@@ -45,7 +45,8 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
             return response
     finally:
         took = (time.monotonic() - start) * 1000
-        log.info("%s %.200s %d %.0f ms %s", request.method, request.raw_path, status, took, label)
+        level = logging.DEBUG if request.path in ALWAYS_OPEN else logging.INFO  # probes come every second
+        log.log(level, "%s %.200s %d %.0f ms %s", request.method, request.raw_path, status, took, label)
 
 
 async def _shaped(request: web.Request, handler: Handler, label: str) -> web.StreamResponse:

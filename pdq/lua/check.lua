@@ -6,7 +6,10 @@
 even_at_maxmemory(KEYS[1])
 local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'attempt', 'pos', 'reason', 'lane', 'entry', 'deadline',
   'queue_deadline')
-if not f[1] then return {} end
+if not f[1] then
+  redis.call('PEXPIRE', KEYS[2], ARGV[3]) -- what there is of a reply has lost its owner
+  return {}
+end
 if f[2] == 'done' then return {f[1], f[2], f[3], f[4], f[5] or '', ''} end
 local stream = KEYS[#KEYS]
 if f[1] == 'prefill' then

@@ -11,8 +11,7 @@ if f[1] ~= ARGV[6] or f[2] ~= ARGV[3] then
   return {'gone'}
 end
 if tonumber(f[8]) > tonumber(ARGV[1]) then
-  -- A newer pdq's request: left, unclaimed and at once reclaimable, to a worker that understands it.
-  redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[4], 0, ARGV[3], 'IDLE', ARGV[8], 'JUSTID')
+  leave_to_newer(KEYS[3], ARGV[2], ARGV[4], ARGV[3], ARGV[8])
   return {'newer'}
 end
 local t = now()

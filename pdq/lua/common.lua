@@ -1,5 +1,6 @@
 -- Put before every script. Fields of a request hash:
---   v (protocol version), msg, digest, lane, cost (prompt tokens, estimated), deadline, queue_deadline (ms; 0: none)
+--   v (protocol version: the newest of message, handoff and events), msg, digest, lane, cost (prompt tokens, estimated),
+--   deadline, queue_deadline (ms; 0: none)
 --   stage (prefill, decode, done), state (queued, running, done), entry (id in the stage's stream)
 --   attempt (fencing number, rises at every claim), owner, tries (claims in this stage), requeues
 --   pos (tokens visible in the reply stream), cancel, handoff, held (KV tokens handed over, not yet claimed), reason
@@ -32,12 +33,22 @@ local function leave(stream, group, entry)
   end
 end
 
+-- Leave an entry that needs a newer pdq unclaimed: at once reclaimable, by us too, but no faster than we reclaim.
+local function leave_to_newer(stream, group, owner, entry, lease_ms)
+  redis.call('XCLAIM', stream, group, owner, 0, entry, 'IDLE', lease_ms, 'JUSTID')
+end
+
+-- Take from a sum of the load hash. Never below zero: if the hash was lost, what is left of the sum is a guess.
+local function less(load, field, amount)
+  if redis.call('HINCRBY', load, field, 0 - amount) < 0 then redis.call('HSET', load, field, 0) end
+end
+
 -- The request no longer counts as waiting KV.
 local function take_held(req, load)
   local held = redis.call('HGET', req, 'held')
   if held then
     redis.call('HDEL', req, 'held')
-    redis.call('HINCRBY', load, 'held', -held)
+    less(load, 'held', held)
   end
 end
 
@@ -45,7 +56,7 @@ end
 local function finish(req, out, load, event, reason, ttl)
   redis.call('HDEL', req, 'msg', 'handoff')
   local f = redis.call('HMGET', req, 'stage', 'cost')
-  if f[1] == 'prefill' then redis.call('HINCRBY', load, 'queued', -(f[2] or 0)) end
+  if f[1] == 'prefill' then less(load, 'queued', f[2] or 0) end
   take_held(req, load)
   redis.call('HSET', req, 'stage', 'done', 'state', 'done', 'reason', reason, 't_end', now())
   redis.pcall('XADD', out, '1-0', 'e', event)

@@ -1,7 +1,8 @@
 -- KEYS req, out, load, stream   ARGV attempt, owner, index, pos, event, group, entry, reason, ttl
 even_at_maxmemory(KEYS[1])
-local f = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'pos')
-if f[1] == ARGV[1] and f[2] == 'done' then return 'ok' end -- the reply to the first call was lost
+local f = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'pos', 'reason')
+-- Ended like this, the reply to the first call was lost; ended otherwise, somebody else did it.
+if f[1] == ARGV[1] and f[2] == 'done' and f[4] == ARGV[8] then return 'ok' end
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
 if tonumber(ARGV[4]) > tonumber(f[3]) then
   if tonumber(ARGV[3]) ~= tonumber(f[3]) then return 'gap' end

@@ -9,6 +9,6 @@ if redis.call('XLEN', KEYS[3]) == 0 then redis.call('HDEL', KEYS[4], 'held') end
 local entry = redis.call('XADD', KEYS[3], '*', 'id', ARGV[5])
 redis.call('HSET', KEYS[1], 'stage', 'decode', 'state', 'queued', 'entry', entry, 'owner', '', 'tries', 0,
   'v', ARGV[8], 'handoff', ARGV[6], 'held', ARGV[7], 't_handoff', now())
-redis.call('HINCRBY', KEYS[4], 'queued', -(f[4] or 0))
+less(KEYS[4], 'queued', f[4] or 0)
 leave(KEYS[2], ARGV[3], ARGV[4])
 return {'ok', redis.call('HINCRBY', KEYS[4], 'held', ARGV[7])}

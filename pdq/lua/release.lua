@@ -1,8 +1,14 @@
--- KEYS req, stream   ARGV attempt, owner, group, entry, id
+-- KEYS req, stream   ARGV attempt, owner, group, entry, id, lease_ms, version
+-- version: "", or the least that a worker must have for this job, which its claimer turned out not to have.
 even_at_maxmemory(KEYS[1])
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
-leave(KEYS[2], ARGV[3], ARGV[4])
-local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[5])
-redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '', 'entry', entry)
 redis.call('HINCRBY', KEYS[1], 'tries', -1)
+redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '')
+if ARGV[7] ~= '' then
+  redis.call('HSET', KEYS[1], 'v', ARGV[7])
+  leave_to_newer(KEYS[2], ARGV[3], ARGV[2], ARGV[4], ARGV[6])
+  return 'ok'
+end
+leave(KEYS[2], ARGV[3], ARGV[4])
+redis.call('HSET', KEYS[1], 'entry', redis.call('XADD', KEYS[2], '*', 'id', ARGV[5]))
 return 'ok'

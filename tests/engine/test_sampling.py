@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pdq.engine import sampling
 from pdq.engine.sampling import sample, uniform
 from pdq.messages import SamplingParams
 
@@ -183,3 +184,14 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
     row = torch.full((1, VOCAB), -math.inf)
     row[0, 700], row[0, 300] = 1.0, 1.5
     assert {sample(row, [(SamplingParams(seed=s), 0)])[0] for s in range(50)} == {300, 700}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(min_p=1e-9)], ids=["unfiltered", "filtered"])
+def test_the_ends_of_the_random_range_stay_on_possible_tokens(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    row = torch.full((1, VOCAB), -math.inf)
+    row[0, [300, 700]] = 1.0
+    for number, token in ((0.0, 300), (1 - 2.0**-52, 700)):
+        monkeypatch.setattr(sampling, "uniform", lambda seed, position, number=number: number)
+        assert sample(row, [(params, 0)]) == [token]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from pdq import embedded
-from pdq.embedded import Embedded, prepare
 from pdq.errors import ConfigError
-from pdq.supervisor import Restarts, Supervisor
+from pdq.serve import embedded
+from pdq.serve.embedded import Embedded, prepare
+from pdq.serve.supervisor import Restarts, Supervisor
 
 MEMORY = 64 * 2**20
 
@@ -55,6 +55,8 @@ async def test_it_is_bounded_local_and_durable(tmp_path: Path) -> None:
             "bind": "127.0.0.1",
             "appendonly": "yes",
             "appendfsync": "everysec",
+            "no-appendfsync-on-rewrite": "yes",
+            "rdbcompression": "no",
             "save": "",
             "aof-load-truncated": "yes",
         }
@@ -95,7 +97,7 @@ async def test_a_folder_that_a_dying_server_still_holds_is_waited_for(tmp_path: 
     folder.mkdir(parents=True)
     code = (
         "import fcntl, sys, time\n"
-        "fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); print(flush=True); time.sleep(0.3)"
+        "f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(0.3)"
     )
     with subprocess.Popen([sys.executable, "-c", code, folder / "lock"], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -106,15 +108,23 @@ async def test_a_folder_that_a_dying_server_still_holds_is_waited_for(tmp_path: 
 
 
 async def test_the_folder_is_taken_for_as_long_as_the_server_lives(tmp_path: Path) -> None:
-    async with running(tmp_path) as (valkey, _):
-        copy = os.dup(valkey.lock)
-        os.close(valkey.lock)  # as if the supervisor had died: only the server holds it now
-        fd = os.open(valkey.folder / "lock", os.O_RDWR)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(fd)
-        os.dup2(copy, valkey.lock)
-        os.close(copy)
+    valkey = await prepare(tmp_path, "p", 8000, MEMORY)
+    supervisor = Supervisor(lambda name, line: None, Restarts())
+    supervisor.start(valkey.program())
+    await first(valkey.ready(), supervisor.failed)
+    valkey.release()  # as if the supervisor had died: only the server holds the folder now
+    assert not lockable(valkey.folder)
+    assert await supervisor.stop("valkey", 10.0)
+    assert lockable(valkey.folder)
+
+
+def lockable(folder: Path) -> bool:
+    with (folder / "lock").open() as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 async def test_a_cut_off_last_command_does_not_stop_the_start(tmp_path: Path) -> None:

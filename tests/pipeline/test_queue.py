@@ -27,6 +27,7 @@ from pdq.errors import (
 from pdq.keys import GROUP, Keys
 from pdq.messages import Event, Handoff, Usage
 from pdq.queue import Job, Queue, renew
+from tests.hygiene import end_all
 from tests.servers import Server
 
 LEASE = 0.6
@@ -89,6 +90,8 @@ async def pool(any_server: Server) -> AsyncIterator[Pool]:
     made = Pool(any_server)
     yield made
     await made.close()
+    with any_server.client() as client:
+        end_all(client)
 
 
 def handoff(prompt: tuple[int, ...] = (1, 2, 3)) -> Handoff:

@@ -226,7 +226,7 @@ def test_nobody_listening_at_the_usual_place_is_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr("pdq.chat.DEFAULT_URL", url)
+    monkeypatch.setattr("pdq.cli.chat.DEFAULT_URL", url)
     pipe(monkeypatch, b"hi")
     assert main(["chat", "--url", url]) == 1
     assert capsys.readouterr().err == f"error: no server answers at {url}; start one with: pdq serve\n"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pdq.checkpoint import WHOLE_FILE_BYTES, causal_lm_classes
 from pdq.errors import ConfigError, ModelUnsupported
-from pdq.hf_tokenizer import HFTokenizer
 from pdq.models import check_supported, context_limit, eos_token_ids, fingerprint
+from pdq.models.checkpoint import WHOLE_FILE_BYTES, causal_lm_classes
+from pdq.models.hf_tokenizer import HFTokenizer
 from tests.unit.small_models import LLAMA, write_json, write_model, write_tokenizer, write_weights
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdq import commands
-from pdq.cli import main
+from pdq.cli import commands, main
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, Settings
 
 COMMANDS: list[tuple[list[str], type[Settings]]] = [
@@ -73,7 +72,7 @@ def test_every_option_reaches_the_settings(
     monkeypatch.setattr(cls, "load", classmethod(lambda c, **values: seen.append(c) or seen.append(values) or c()))
     for name in ("_become", "_require"):
         monkeypatch.setattr(commands, name, lambda *_: None)
-    monkeypatch.setattr("pdq.serve.run", lambda *_: 0)
+    monkeypatch.setattr("pdq.serve.run.run", lambda *_: 0)
     values = {f.name: f"value of {f.name}" for f in fields(cls)}
     options = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert main([*words, *options]) == 0
@@ -151,7 +150,7 @@ def test_the_gateway_command_becomes_the_program_with_exactly_these_settings(
 def test_a_model_on_the_command_line_beats_the_variable(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setenv("PDQ_MODEL", "a")
-    monkeypatch.setattr("pdq.serve.run", lambda settings, _: seen.append(settings.model) or 0)
+    monkeypatch.setattr("pdq.serve.run.run", lambda settings, _: seen.append(settings.model) or 0)
     assert main(["serve", *words]) == 0
     assert main(["serve"]) == 0
     assert seen == ["b", "a"]
@@ -263,7 +262,7 @@ def test_output_that_is_no_terminal_has_no_colours() -> None:
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize("start", [["-m", "pdq"], ["-m", "pdq.cli"], [str(Path(sys.executable).with_name("pdq"))]])
+@pytest.mark.parametrize("start", [["-m", "pdq"], [str(Path(sys.executable).with_name("pdq"))]])
 def test_each_way_to_start_it_prints_the_version(start: list[str]) -> None:
     argv = start if start[0] != "-m" else [sys.executable, *start]
     done = subprocess.run([*argv, "version"], capture_output=True, text=True, timeout=30, check=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pdq import converted, models
+from pdq import models
 from pdq.errors import ConfigError, Unavailable
-from pdq.models import BUILT_IN, BUILT_IN_HUB_ID, find_model
+from pdq.models import BUILT_IN, BUILT_IN_HUB_ID, converted, find_model
 from tests.unit.small_models import hub_copy, write_model
 
 
@@ -112,7 +112,7 @@ def target(tmp_path: Path) -> Path:
 WORKER = """
 import sys, time
 from pathlib import Path
-from pdq import converted
+from pdq.models import converted
 from tests.unit.small_models import hub_copy, write_model
 
 def convert(source, result, lock, say):
@@ -191,7 +191,7 @@ def test_a_converter_at_work_keeps_the_lock_when_its_parent_is_killed(target: Pa
     (tmp_path / "converter").write_text(CONVERTER)
     (tmp_path / "converter").chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from pdq import converted\n"
+        "import sys; from pathlib import Path; from pdq.models import converted\n"
         "sys.executable = sys.argv[2]\n"
         "converted._made_once(Path(sys.argv[1]), lambda work, lock: work, lambda text: print(text, flush=True))\n"
     )

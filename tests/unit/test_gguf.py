@@ -13,12 +13,11 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from safetensors.numpy import load_file
 
-from pdq import converted, gguf
-from pdq.checkpoint import check_supported, context_limit, eos_token_ids, missing_part
 from pdq.errors import ConfigError, ModelNotFound, ModelUnsupported
-from pdq.hf_tokenizer import HFTokenizer
 from pdq.messages import Message
-from pdq.models import find_model
+from pdq.models import converted, find_model, gguf
+from pdq.models.checkpoint import check_supported, context_limit, eos_token_ids, missing_part
+from pdq.models.hf_tokenizer import HFTokenizer
 from tests.unit.small_models import byte_alphabet
 
 Array = np.ndarray[Any, Any]
@@ -265,7 +264,7 @@ def test_the_tokenizer_splits_text_as_the_file_says(tmp_path: Path) -> None:
     ],
 )
 def test_each_split_is_the_one_its_merges_were_learned_with(pre: str, text: str, split: list[str]) -> None:
-    from pdq.gguf_tokenizer import byte_level
+    from pdq.models.gguf_tokenizer import byte_level
 
     meta = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.merges": []}
     assert [part for part, _ in byte_level(meta).pre_tokenizer.pre_tokenize_str(text)] == split
@@ -274,7 +273,7 @@ def test_each_split_is_the_one_its_merges_were_learned_with(pre: str, text: str,
 @pytest.mark.parametrize(("flag", "pre", "first"), [(None, "smollm", []), (True, "smollm", [START]),
                                                    (None, "llama-bpe", [START]), (False, "llama-bpe", [])])  # fmt: skip
 def test_prompts_begin_with_bos_when_the_file_says_so(flag: bool | None, pre: str, first: list[int]) -> None:
-    from pdq.gguf_tokenizer import byte_level
+    from pdq.models.gguf_tokenizer import byte_level
 
     meta = {
         "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.merges": [],

@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pdq import health
 from pdq.cli import main
 from pdq.connection import bulk
 from pdq.keys import Keys
 from pdq.messages import WorkerInfo, encode
+from pdq.serve import health
 from tests.servers import Server, free_port
 
 
@@ -57,7 +57,7 @@ def beat(server: Server, name: str, pool: str = "default") -> None:
     keys = Keys(pool)
     info = WorkerInfo(name, name.partition("-")[0], "m", b"f", 8)
     with server.client() as client:
-        client.set(keys.worker(name), encode(info))
+        client.set(keys.worker(name), encode(info), px=10_000)
         client.zadd(keys.workers, {name: 1})
 
 

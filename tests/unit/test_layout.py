@@ -118,7 +118,9 @@ def test_prefix_hashing_knows_neither_redis_nor_the_store() -> None:
     assert not {"redis", "pdq.store", "pdq.connection", "pdq.keys"} & imports("pdq.prefix", eager=False)
 
 
-@pytest.mark.parametrize("name", ["pdq.serve", "pdq.supervisor", "pdq.embedded", "pdq.commands", "pdq.chat"])
+@pytest.mark.parametrize(
+    "name", ["pdq.serve.run", "pdq.serve.supervisor", "pdq.serve.embedded", "pdq.cli.commands", "pdq.cli.chat"]
+)
 def test_the_command_line_is_quick_to_load(name: str) -> None:
     assert not loaded(name) & {"torch", "transformers", "aiohttp", "tokenizers", "numpy", "pydantic"}
 

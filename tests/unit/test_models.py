@@ -15,7 +15,6 @@ import pytest
 from pdq import models
 from pdq.config import ModelSettings
 from pdq.errors import ConfigError, InvalidRequest, ModelNotFound, PdqError, Unavailable
-from pdq.hf_tokenizer import HFTokenizer
 from pdq.messages import Message
 from pdq.models import (
     BUILT_IN,
@@ -25,6 +24,7 @@ from pdq.models import (
     find_model,
     load_tokenizer,
 )
+from pdq.models.hf_tokenizer import HFTokenizer
 from pdq.text import ByteTokenizer
 from tests.unit.small_models import hub_copy, write_json, write_model, write_tokenizer
 
@@ -46,7 +46,7 @@ def test_finding_models_and_tokenizing_load_neither_torch_nor_transformers(tmp_p
     write_model(tmp_path / "m")
     program = """
 import sys
-import pdq.models, pdq.hf_tokenizer
+import pdq.models, pdq.models.hf_tokenizer
 from pdq.models import *
 folder = find_model(sys.argv[1]).folder
 check_supported(folder), context_limit(folder, None), eos_token_ids(folder)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pdq import machine
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings
 from pdq.errors import ConfigError
-from pdq.health import reachable, url
-from pdq.screen import Screen
-from pdq.serve import Pool, banner, gateway_program, worker_programs, worker_threads
+from pdq.serve import machine
+from pdq.serve.health import reachable, url
+from pdq.serve.run import Pool, banner, gateway_program, worker_programs, worker_threads
+from pdq.serve.screen import Screen
 
 MODEL = {"id": "it's/tiny", "max_model_len": 2048}
 

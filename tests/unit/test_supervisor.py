@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdq.errors import ConfigError, Unavailable
-from pdq.supervisor import Program, Restarts, Supervisor, ending, sentence
+from pdq.serve.supervisor import Program, Restarts, Supervisor, ending, sentence
 
 QUICK = Restarts(first=0.01, limit=0.05, healthy=60.0, tries=4)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -50,6 +50,14 @@ async def supervised(restarts: Restarts = QUICK) -> AsyncIterator[tuple[Supervis
         yield supervisor, lines
     finally:
         await supervisor.kill()
+
+
+async def running(supervisor: Supervisor, name: str = "child") -> int:
+    """The process id of a child, which may print before its parent has noted that it started."""
+    async with asyncio.timeout(10):
+        while (pid := supervisor.pid(name)) is None:
+            await asyncio.sleep(0.005)
+    return pid
 
 
 def alive(pid: int) -> bool:
@@ -114,12 +122,11 @@ async def test_a_killed_child_is_started_again_and_the_reason_is_told() -> None:
     async with supervised() as (supervisor, lines):
         supervisor.start(program(FOREVER))
         await lines.until(lambda said: said == ["up"])
-        pid = supervisor.pid("child")
-        assert pid is not None
+        pid = await running(supervisor)
         os.kill(pid, signal.SIGKILL)
         said = await lines.until(lambda said: said.count("up") == 2)
         assert said[1] == "was killed by SIGKILL (out of memory?); starting again in 0.01 s"
-        assert supervisor.pid("child") not in (pid, None)
+        assert await running(supervisor) != pid
 
 
 async def test_a_wrong_setting_ends_the_start_with_the_childs_own_words() -> None:
@@ -219,11 +226,11 @@ async def test_kill_ends_all_at_once() -> None:
         for name in ("a", "b"):
             supervisor.start(program(STUBBORN, name))
             await lines.until(lambda said: said == ["up"], name)
-        pids = [supervisor.pid(name) for name in ("a", "b")]
+        pids = [await running(supervisor, name) for name in ("a", "b")]
         began = time.monotonic()
         await supervisor.kill()
         assert time.monotonic() - began < 5.0
-        assert not any(alive(pid) for pid in pids if pid)
+        assert not any(alive(pid) for pid in pids)
 
 
 async def test_children_lead_their_own_session_so_that_a_terminals_ctrl_c_spares_them() -> None:
@@ -249,10 +256,10 @@ def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> 
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from pdq.supervisor import Program, Supervisor\n"
-        f"CODE = {STUBBORN!r}\n"
+        "from pdq.serve.supervisor import Program, Supervisor\n"
+        f"CODE = 'import os; print(os.getpid());' + {STUBBORN!r}\n"
         "async def main():\n"
-        "    s = Supervisor(lambda name, line: print(name, line, s.pid(name), flush=True))\n"
+        "    s = Supervisor(lambda name, line: print(line, flush=True))\n"
         "    for name in ('a', 'b'):\n"
         "        s.start(Program(name=name, argv=(sys.executable, '-S', '-c', CODE)))\n"
         "    await s.failed\n"
@@ -260,7 +267,9 @@ def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> 
     )
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pids = [int(parent.stdout.readline().split()[2]) for _ in range(2)]
+        lines = [parent.stdout.readline().strip() for _ in range(4)]
+        pids = [int(line) for line in lines if line != "up"]
+        assert len(pids) == 2
         assert all(alive(pid) for pid in pids)
         parent.kill()
         parent.wait()

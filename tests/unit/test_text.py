@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdq.errors import InvalidRequest
-from pdq.hf_tokenizer import HFTokenizer
 from pdq.messages import Message
+from pdq.models.hf_tokenizer import HFTokenizer
 from pdq.text import MANY_PENDING, ByteTokenizer, Detokenizer, Tokenizer, check_text
 from tests.unit.small_models import byte_fallback, byte_level, write_tokenizer
 

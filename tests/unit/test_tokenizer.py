@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from pdq.errors import ConfigError, InvalidRequest, ModelUnsupported
-from pdq.hf_tokenizer import HFTokenizer
 from pdq.messages import Message
+from pdq.models.hf_tokenizer import HFTokenizer
 from tests.unit.small_models import SPECIAL, byte_fallback, byte_level, write_json, write_tokenizer
 
 CHATML = (

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from pdq.commands import run
+    from pdq.cli.commands import run
 
     return run([w for w in words if w != DEBUG])
 
@@ -57,7 +57,3 @@ def _failed(error: Exception, code: int, text: str, words: list[str]) -> int:
 def _forget_stdout() -> None:
     """Nobody reads stdout any more (`pdq ... | head`): keep the interpreter from complaining when it flushes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdq import tied
 from pdq.errors import ConfigError, PdqError, Unavailable
+from pdq.serve import tied
 
 WRONG_SETTING = 2  # the exit code of a program that another start cannot help
 _LONGEST_LINE = 16 * 1024

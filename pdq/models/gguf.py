@@ -1,4 +1,4 @@
-"""Converts one GGUF file to a model folder (Hugging Face layout): `python -m pdq.gguf SOURCE.gguf FOLDER`.
+"""Converts one GGUF file to a model folder (Hugging Face layout): `python -m pdq.models.gguf SOURCE.gguf FOLDER`.
 
 Run by `converted.py` in a process of its own. Needs numpy and `gguf`, not torch: tensors are dequantised a few rows at
 a time and streamed to disk. What a file says is understood or refused: a guess would be a slightly wrong model.
@@ -26,7 +26,7 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
 from pdq.errors import ConfigError, ModelUnsupported, PdqError
-from pdq.gguf_tokenizer import write_json, write_tokenizer
+from pdq.models.gguf_tokenizer import write_json, write_tokenizer
 
 WIDE_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20

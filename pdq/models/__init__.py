@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdq.checkpoint import check_supported, context_limit, eos_token_ids, fingerprint, missing_part
-from pdq.converted import Say, built_in, convert_gguf
 from pdq.errors import ConfigError, ModelNotFound, Unavailable
+from pdq.models.checkpoint import check_supported, context_limit, eos_token_ids, fingerprint, missing_part
+from pdq.models.converted import Say, built_in, convert_gguf
 from pdq.text import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def load_tokenizer(engine: str, folder: Path | None) -> Tokenizer:
         return ByteTokenizer()
     if folder is None:
         raise ConfigError("model: a tokenizer needs a model folder")
-    from pdq.hf_tokenizer import HFTokenizer
+    from pdq.models.hf_tokenizer import HFTokenizer
 
     return HFTokenizer(folder)
 

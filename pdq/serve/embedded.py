@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdq.errors import ConfigError, Unavailable
-from pdq.machine import free_port
-from pdq.supervisor import Program
+from pdq.serve.machine import free_port
+from pdq.serve.supervisor import Program
 
 LOG = "valkey.log"
 _LOG_BYTES = 1024 * 1024  # the log is kept up to here, and once more under another name

@@ -16,12 +16,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pdq.chat import DEFAULT_URL, Options
-from pdq.chat import run as talk
+from pdq.cli.chat import DEFAULT_URL, Options
+from pdq.cli.chat import run as talk
+from pdq.cli.options import command
 from pdq.config import DecodeSettings, GatewaySettings, ModelSettings, PrefillSettings, ServeSettings, Settings
 from pdq.errors import ConfigError
-from pdq.machine import openmp
-from pdq.options import command
+from pdq.serve.machine import openmp
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # typer names only this subclass of it
 
@@ -66,8 +66,8 @@ def _help_without_command(context: typer.Context) -> None:
 def _serve(settings: ServeSettings) -> int:
     """Serve a model on this machine: Valkey, gateway and workers as one tree of processes."""
     _require("serve", "aiohttp", *_engine_modules(settings))
-    from pdq.screen import Screen
-    from pdq.serve import run as serve
+    from pdq.serve.run import run as serve
+    from pdq.serve.screen import Screen
 
     return serve(settings, Screen())
 
@@ -124,7 +124,7 @@ def health(
     role: Annotated[str, typer.Argument(metavar="gateway|prefill|decode", help="What runs on this host.")],
 ) -> int:
     """Exit with 0 if the process of this host is alive: for health checks of containers. Set by PDQ_* variables."""
-    from pdq.health import check
+    from pdq.serve.health import check
 
     check(role)
     return 0

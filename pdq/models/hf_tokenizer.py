@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from pdq.chat_template import ChatTemplate
-from pdq.checkpoint import read_json, read_text
 from pdq.errors import ConfigError, InvalidRequest, ModelUnsupported
 from pdq.messages import Message
+from pdq.models.chat_template import ChatTemplate
+from pdq.models.checkpoint import read_json, read_text
 from pdq.text import check_text
 
 

@@ -1,0 +1,99 @@
+"""One stream, hash or group after another vanishes under a working pool: what can be told from the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+
+from pdq import client as client_module
+from pdq.errors import Unavailable
+from pdq.keys import GROUP, Keys
+from tests.faults.pool import submit
+from tests.faults.work import RIGHT, WORK, begin, healed, reading, text, texts
+from tests.pipeline.local import LocalPool
+from tests.servers import Server
+
+LEASE = 0.5
+KEYS = Keys("default")
+OPTIONS = {
+    "engine": "scripted:step_ms=5,prefill_us=500",
+    "lease_seconds": LEASE, "decode_max_batch": 1, "prefill_chunk_tokens": 32,
+}  # fmt: skip
+
+
+@pytest.fixture
+async def pool(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalPool]:
+    monkeypatch.setattr(client_module, "CHECK_SECONDS", 0.2)
+    async with LocalPool(server, **OPTIONS) as started:
+        yield started
+        await healed(server, started.client)
+        assert not any(w.task.done() for group in started.workers.values() for w in group)
+
+
+def destroy(direct: redis.Redis, stream: str) -> None:
+    assert direct.xgroup_destroy(stream, GROUP) == 1
+
+
+def delete(direct: redis.Redis, key: str) -> None:
+    assert direct.delete(key) == 1
+
+
+LANE, DECODE, INDEX = KEYS.prefill("normal"), KEYS.decode, "index"
+HARMLESS = [
+    (delete, LANE), (delete, DECODE), (destroy, LANE), (destroy, DECODE), (delete, KEYS.load), (delete, KEYS.cancels), (delete, INDEX)
+]
+
+
+@pytest.mark.parametrize(("loss", "key"), HARMLESS, ids=[f"{f.__name__} {k}" for f, k in HARMLESS])
+async def test_a_lost_stream_group_or_sum_costs_no_request(pool: LocalPool, server: Server, loss, key: str) -> None:
+    handles = await begin(pool.client)
+    readers = reading(handles)
+    with server.client() as direct:
+        if key == KEYS.cancels:
+            direct.xadd(key, {"id": "none"})
+        if key == INDEX:
+            (key,) = direct.scan_iter("pdq:kv:*:index")
+        loss(direct, key)
+    assert await texts(readers) == RIGHT
+
+
+@pytest.mark.parametrize("victim", WORK)
+async def test_a_lost_request_is_told_to_its_reader_and_harms_no_other(
+    pool: LocalPool, server: Server, victim: str
+) -> None:
+    handles = await begin(pool.client)
+    readers = reading(handles)
+    with server.client() as direct:
+        delete(direct, KEYS.request(handles[victim].id))
+    fault = time.monotonic()
+    with pytest.raises(Unavailable, match="lost the request"):
+        await readers.pop(victim)
+    assert time.monotonic() - fault < LEASE + 5
+    assert await texts(readers) | {victim: RIGHT[victim]} == RIGHT
+
+
+async def test_a_lost_reply_stream_never_shows_as_a_text_with_a_hole(pool: LocalPool, server: Server) -> None:
+    handles = await begin(pool.client)
+    readers = reading(handles)
+    with server.client() as direct:
+        delete(direct, KEYS.out(handles["decoding"].id))
+    late = asyncio.create_task(text(handles["decoding"]))
+    early = readers.pop("decoding")
+    assert await texts(readers) | {"decoding": RIGHT["decoding"]} == RIGHT
+    with pytest.raises(Unavailable, match="lost a part of the reply"):
+        await late
+    ended = await asyncio.gather(early, return_exceptions=True)
+    assert ended == [RIGHT["decoding"]] or isinstance(ended[0], Unavailable)  # it may have read all that was lost
+
+
+async def test_a_reply_stream_lost_after_the_end_is_told(pool: LocalPool, server: Server) -> None:
+    handle = await submit(pool.client, "answered", 5)
+    await text(handle)
+    with server.client() as direct:
+        delete(direct, KEYS.out(handle.id))
+    with pytest.raises(Unavailable, match="lost the reply"):
+        await text(handle)
