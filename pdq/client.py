@@ -142,6 +142,8 @@ class Handle:
     async def _check(self, last_id: str) -> None:
         """Nothing came for a while: make sure that something still can. Raises what ended the request for good."""
         try:
+            if self._client.hub.away:
+                raise Unavailable("Redis does not answer")  # nor need every reader ask it
             async with asyncio.timeout(CHECK_SECONDS):  # what the stream brings meanwhile must not wait for longer
                 status = await self._client.check(self.id)
                 gone = status.state == "done" and not await self._client.has_events(self.id, last_id)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 READ_COUNT = 256  # events of one stream in one reply: a late reader of a long answer must not get it all at once
 OUTAGE_SECONDS = 15.0  # Redis away for longer ends the waiting with Unavailable
+SHORT_SECONDS = 2.0  # for commands that must not hold up anybody
 _WAKE_TTL_MS = 3_600_000
 
 
@@ -71,7 +72,8 @@ class ReplyHub:
         self._wake_id = "0-0"
         self._task: asyncio.Task[None] | None = None
         self._reading = False
-        self._outage: float | None = None
+        self._outage: float | None = None  # since when
+        self.away = False  # does Redis not answer now?
 
     async def subscribe(self, request_id: str, after: int = 0) -> Subscription:
         """Start reading the request's events after the first `after` tokens. Raises Unavailable."""
@@ -97,8 +99,9 @@ class ReplyHub:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        with suppress(RedisError):
-            await self._redis.delete(self._wake_key)
+        with suppress(RedisError, TimeoutError):
+            async with asyncio.timeout(SHORT_SECONDS):
+                await self._redis.delete(self._wake_key)
 
     async def _wake(self) -> None:
         """End the current XREAD. The stream keeps the line, so it is seen also by a read that starts only now."""
@@ -106,17 +109,20 @@ class ReplyHub:
         pipe.xadd(self._wake_key, {"w": "1"}, maxlen=1, approximate=False)
         pipe.pexpire(self._wake_key, _WAKE_TTL_MS)
         try:
-            await pipe.execute()
-        except RedisError as e:
+            async with asyncio.timeout(SHORT_SECONDS):
+                await pipe.execute()
+        except (RedisError, TimeoutError) as e:
             log.warning("cannot wake the reply reader: %s", e)  # it looks again after BLOCK_SECONDS at the latest
 
     async def _pump(self) -> None:
-        self._outage, delay = None, 0.05
+        self._outage, self.away, delay = None, False, 0.05
         while self._open:
             asked = time.monotonic()
             try:
+                if self.away:
+                    await self._probe()
                 reply = await self._read()
-            except RedisError as e:
+            except (RedisError, TimeoutError) as e:
                 self._on_outage(e, asked + BLOCK_SECONDS)
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 1.0)
@@ -124,6 +130,12 @@ class ReplyHub:
             self._outage, delay = None, 0.05
             for stream, entries in reply or []:
                 self._deliver(stream.decode(), entries)
+
+    async def _probe(self) -> None:
+        """Is the outage over? A blocking read takes longer to find out, if it is one of those that get no answer."""
+        async with asyncio.timeout(SHORT_SECONDS):
+            await self._redis.ping()
+        self.away = False
 
     async def _read(self) -> Any:
         # Several readers of one request may stand at different places; read from the earliest, deliver what is new.
@@ -157,9 +169,9 @@ class ReplyHub:
                     if isinstance(item, PdqError) or item.terminal:
                         self.forget(sub)
 
-    def _on_outage(self, error: RedisError, due: float) -> None:
+    def _on_outage(self, error: Exception, due: float) -> None:
         """due: when an answer should have come at the latest; a silent Redis is away since then."""
-        now = time.monotonic()
+        now, self.away = time.monotonic(), True
         if self._outage is None:
             self._outage = min(now, due)
             log.warning("Redis does not answer the reply reader: %s", error)

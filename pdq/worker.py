@@ -30,6 +30,7 @@ from pdq.keys import Keys
 from pdq.lease import Leases, Running
 from pdq.messages import WorkerInfo, encode
 from pdq.queue import Entry, Job, Queue
+from pdq.suspects import Suspects
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,6 +88,7 @@ class Worker:
             self._redis, self._waiting, keys=self.keys, stage=stage_name, owner=self.name,
             lease_seconds=settings.lease_seconds, max_attempts=settings.max_attempts, result_ttl=settings.result_ttl,
         )  # fmt: skip
+        self._suspects = Suspects(self._redis, self.keys, self.name, settings.lease_seconds, settings.max_attempts)
         self.leases = Leases(
             connection.lease(settings.redis_url), self.keys, settings.lease_seconds, settings.stall_seconds
         )
@@ -193,7 +195,8 @@ class Worker:
             await self.queue.sweep(idle=max(SWEEP_SECONDS, 3 * self.settings.lease_seconds))
         if now >= self._next_reclaim:
             self._next_reclaim = now + min(self.settings.lease_seconds / 4, 1.0)
-            if found := await self.queue.reclaim(free):
+            found = await self.queue.reclaim(free)
+            if found := await self._suspects.sift(found, {running.job.id for running in self._jobs.values()}):
                 log.info("%s: took over %d entries of silent workers", self.name, len(found))
                 self.counters["reclaimed"] += len(found)
                 return found

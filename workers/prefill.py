@@ -161,11 +161,11 @@ class PrefillStage:
             chunk = prompt.sequence[at : at + self._settings.chunk_tokens]
             segment = Segment(slot, chunk, prompt.sampling if at + len(chunk) == length else None)
             token, blocks = await self._on_engine(partial(self._forward, segment, prompt.chain, at))
+            if segment.sample is not None and token is None:
+                raise RuntimeError("the model's logits are not finite")  # and its KV is not to be stored
             await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
             first = at // self._settings.block_size * self._settings.block_size
             prompt.storing = asyncio.create_task(transfer.publish(blocks, first))
-        if prompt.sampling is not None and token is None:
-            raise RuntimeError("the model's logits are not finite")
         return token
 
     def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:

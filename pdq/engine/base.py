@@ -85,7 +85,8 @@ class Engine(Protocol):
         """Compute all segments in one pass, append their KV, advance each slot's length; the sampled tokens in order.
 
         Segments are ragged: prefill chunks and decode steps (one token) may be mixed; a slot occurs at most once.
-        The result for a segment does not depend on its neighbours (up to float rounding of the backend).
+        The result for a segment does not depend on its neighbours (up to float rounding of the backend). None where a
+        token was wanted: the logits of that segment are not numbers, and its KV is worth nothing.
         """
         ...
 

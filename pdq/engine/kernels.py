@@ -76,7 +76,7 @@ def _attention(
     """Attention over all that `mask` (additive; None: everything) leaves. sinks `[..., kv_heads, query rows or 1]`."""
     if not scores.plain:
         return written_out(query, key, value, mask, scores, sinks)
-    if query.shape[2] == 1 and key.dtype.itemsize < 4:
+    if query.shape[2] == 1 and key.dtype.itemsize < 4 and key.device.type == "cpu":
         # A single row takes a several times slower path in the CPU kernel for half precision than two equal ones.
         query = query.expand(-1, -1, 2, -1)
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scores.scaling)[:, :, :1]

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from transformers.utils import logging as transformers_logging
+
 from pdq.engine.attention import IMPLEMENTATION
 from pdq.engine.packed import pack
 from pdq.engine.probe import check_class, layout_of
@@ -35,6 +37,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
     except (ValueError, KeyError) as e:
         raise ModelUnsupported(f"{folder.name}: no such architecture in transformers: {e}") from e
     _check_config(config)
+    transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -27,6 +27,7 @@ from pdq.errors import ConfigError
 from pdq.text import ByteTokenizer
 
 _RECORD = struct.Struct("<II")
+_KINDS: dict[str, type[str | float | int]] = {"str": str, "float": float, "int": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Script:
     @classmethod
     def parse(cls, engine: str) -> Script:
         """From "scripted" or "scripted:key=value,...". Raises ConfigError."""
-        kinds = {f.name: type(f.default) for f in fields(cls)}
+        kinds = {f.name: _KINDS[str(f.type)] for f in fields(cls)}
         values: dict[str, str | float | int] = {}
         for part in filter(None, engine.partition(":")[2].split(",")):
             name, _, value = part.partition("=")

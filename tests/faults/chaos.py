@@ -20,6 +20,7 @@ from tests.faults import audit
 from tests.faults.chaos_clients import Account, Asked, Case, Client, Requests
 from tests.faults.chaos_faults import Chaos
 from tests.faults.pool import Pool
+from tests.hygiene import leaks
 
 POISON = {"prefill": "#", "decode": "@"}
 ATTEMPTS = 8  # more than by default: here it is not the request's fault that its workers die
@@ -85,7 +86,7 @@ async def run(options: argparse.Namespace, pool: Pool) -> bool:
     await asyncio.gather(chaos.run(over), *clients)
     with suppress(TimeoutError):
         await pool.at_rest(REST_SECONDS)
-    problems = [*chaos.problems, *audit.not_at_rest(pool.redis, pool.keys)]
+    problems = [*chaos.problems, *leaks(pool.redis)]
     print(f"faults: {', '.join(f'{n} {name}' for name, n in sorted(chaos.done.items()))}")
     print("\n".join([*account.lines(), *problems]), flush=True)
     return account.good and not problems

@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import redis
-
 from pdq.client import AsyncClient, Handle
 from pdq.config import RedisSettings
 from pdq.keys import Keys
 from pdq.messages import Event, WorkerInfo, decode
-from tests.faults.audit import not_at_rest
 from tests.faults.programs import Program, Programs
+from tests.hygiene import leaks
 from tests.servers import Server
 
 LEASE = 1.0
@@ -73,7 +71,7 @@ class Pool:
 
     async def at_rest(self, seconds: float = 10.0) -> None:
         """Wait until nothing is left but what has an end of its own."""
-        await until(lambda: not not_at_rest(self.redis, self.keys), seconds, lambda: not_at_rest(self.redis, self.keys))
+        await until(lambda: not leaks(self.redis), seconds, lambda: leaks(self.redis))
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0, why: Callable[[], object] = lambda: "") -> None:
@@ -103,8 +101,3 @@ def text_of(events: Sequence[Event]) -> str:
 
 async def submit(client: AsyncClient, prompt: str, count: int, **options: Any) -> Handle:
     return await client.submit(prompt=prompt, max_tokens=count, temperature=0, **options)
-
-
-def alive(client: redis.Redis, keys: Keys) -> set[str]:
-    """Names of the workers with a fresh heartbeat."""
-    return {name.decode() for name in client.zrange(keys.workers, 0, -1) if client.exists(keys.worker(name.decode()))}

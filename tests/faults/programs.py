@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pdq.serve import health
 from pdq.keys import Keys
+from pdq.serve import health
 from tests.servers import Server, free_port
 
 MODULES = {"gateway": "pdq.gateway", "prefill": "pdq.workers.prefill", "decode": "pdq.workers.decode"}

@@ -120,13 +120,13 @@ async def thawed(patient: Patient, victim: str, frozen: Program) -> None:
 async def check(patient: Patient, ids: list[str], asked: list[str], struck: float) -> None:
     """The raw replies, the time of the ends, and the pool at rest."""
     pool = patient.pool
-    for request_id, prompt in zip(ids, asked, strict=True):
-        found = audit.reply(pool.redis, pool.keys, request_id)
+    for name, prompt in zip(ids, asked, strict=True):
+        found = audit.reply(pool.redis, pool.keys, name)
         assert found.faults == ()
         assert found.text == audit.expected(prompt.encode(), COUNT)
         assert found.end is not None
         assert found.end.finish_reason == "length"
-        took = int(pool.field(request_id, "t_end")) / 1000 - struck
+        took = int(pool.field(name, "t_end")) / 1000 - struck
         assert took < BOUND * patient.slowness
     await pool.at_rest()
     assert pool.redis.xlen(pool.keys.dead) == 0
@@ -180,7 +180,7 @@ async def ask(http: aiohttp.ClientSession, url: str, prompt: str) -> tuple[str, 
 
 
 async def over_http(patient: Patient, client: AsyncClient, victim: str, fault: str, state: str) -> None:
-    """A client whose gateway goes away asks the other one under the same key, and gets the one answer from its start."""
+    """A client whose gateway goes away asks another one under the same key, and gets the one answer from its start."""
     pool, asked = patient.pool, prompts()
     ids = [request_id(p) for p in asked]
     old = pool.current[victim]
