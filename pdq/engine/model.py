@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-
 from transformers.utils import logging as transformers_logging
 
 from pdq.engine.attention import IMPLEMENTATION
@@ -37,7 +36,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
     except (ValueError, KeyError) as e:
         raise ModelUnsupported(f"{folder.name}: no such architecture in transformers: {e}") from e
     _check_config(config)
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import redis
 
@@ -22,7 +22,6 @@ from tests.faults.programs import Program
 POISONED = 137  # exit code of a scripted engine that met its crash_on
 
 STAGES = ("prefill", "decode")
-YOUNG = 2.0  # seconds; before, a program may not have begun to serve
 # In one go: a request whose KV is lost, made again and lost again may end with an error.
 LOSE = "for _, name in ipairs(ARGV) do redis.call('DEL', name) end"
 DAMAGE = f"""
@@ -45,6 +44,7 @@ class Chaos:
         self.problems: list[str] = []
         self._fleet = {kind: [pool.start(kind) for _ in range(n)] for kind, n in counts.items()}
         pool.programs.wait(*(p for group in self._fleet.values() for p in group))
+        self._up = {p for group in self._fleet.values() for p in group}  # those that have begun to serve
         self._away: set[Program] = set()  # frozen or draining
         self._redis_away = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,10 +64,9 @@ class Chaos:
             task = asyncio.create_task(self._do(fault))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            self.mend()
-            await asyncio.sleep(self.random.uniform(0.1, 0.9))
+            await asyncio.gather(self._mend(), asyncio.sleep(self.random.uniform(0.1, 0.9)))
         await asyncio.gather(*self._tasks)
-        self.mend()
+        await self._mend()
 
     async def _do(self, fault: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -76,18 +75,22 @@ class Chaos:
         except (Busy, redis.RedisError):  # the next fault comes soon
             self.done["missed"] += 1
 
-    def mend(self) -> None:
-        """Start anew what has crashed by itself, as an orchestrator would."""
+    async def _mend(self) -> None:
+        """Start anew what has crashed by itself, as an orchestrator would, and see what has come up."""
         for kind, group in self._fleet.items():
             for i, program in enumerate(group):
                 if program.poll() is not None and program not in self._away:
                     self.done["restarted"] += 1
                     group[i] = self.pool.start(kind)
+        with suppress(redis.RedisError):
+            for program in {p for group in self._fleet.values() for p in group} - self._up:
+                if await asyncio.to_thread(self.pool.programs.is_up, program):
+                    self._up.add(program)
 
     @contextmanager
     def _victim(self, kind: str) -> Iterator[Program]:
         """A serving program, which no other fault takes meanwhile."""
-        free = [p for p in self._fleet[kind] if p not in self._away and p.age > YOUNG]
+        free = [p for p in self._fleet[kind] if p in self._up and p not in self._away]
         if not free:
             raise Busy
         program = self.random.choice(free)

@@ -26,7 +26,6 @@ class Program(subprocess.Popen[bytes]):
         self.kind = kind
         self.name = name
         self.log = log
-        self._started = time.monotonic()
         self.port = int(env.get("PDQ_PORT", "0"))
         with log.open("wb") as out:
             super().__init__([sys.executable, "-m", MODULES[kind]], env=env, stdout=out, stderr=out)
@@ -34,11 +33,6 @@ class Program(subprocess.Popen[bytes]):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def age(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started
 
     def freeze(self) -> None:
         self.send_signal(signal.SIGSTOP)
@@ -82,14 +76,15 @@ class Programs:
         """Until gateways answer that they are alive, and workers have a heartbeat. Redis must be up."""
         deadline = time.monotonic() + seconds
         waiting = list(programs)
-        while waiting := [p for p in waiting if not self._is_up(p)]:
+        while waiting := [p for p in waiting if not self.is_up(p)]:
             if dead := [p.name for p in waiting if p.poll() is not None]:
                 raise RuntimeError(f"{dead} ended at the start\n{self.report()}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{[p.name for p in waiting]} do not come up\n{self.report()}")
             time.sleep(0.01)
 
-    def _is_up(self, program: Program) -> bool:
+    def is_up(self, program: Program) -> bool:
+        """Does it serve? Raises RedisError."""
         if program.kind == "gateway":
             answer = health.get("127.0.0.1", program.port, "/v1/models")
             return answer is not None and answer.status == 200
