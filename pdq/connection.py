@@ -10,6 +10,9 @@ XREADGROUP is not retried (see queue.py).
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import redis
 import redis.asyncio as aredis
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -38,9 +41,10 @@ _COMMON = {
     "legacy_responses": True,
     "decode_responses": False,
     "socket_connect_timeout": CONNECT_TIMEOUT,
-    "socket_keepalive": True,
     "health_check_interval": 0,
 }
+# An idle connection that leads nowhere any more (a firewall forgot it) is closed after 11 s, before anybody relies on it.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 def _backoff() -> ExponentialWithJitterBackoff:
@@ -68,10 +72,17 @@ def lease(url: str) -> SyncRedis:
     return _threads(url, LEASE_TIMEOUT, Retry(NoBackoff(), 1, supported_errors=_RETRIED), 1, read_size=1 << 16)
 
 
+def _options(url: str) -> dict[str, Any]:
+    if url.startswith("unix:"):
+        return _COMMON
+    options = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
+    return {**_COMMON, "socket_keepalive": True, "socket_keepalive_options": options}
+
+
 def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int) -> AsyncRedis:
     try:
         pool = aredis.BlockingConnectionPool.from_url(
-            url, max_connections=connections, timeout=POOL_WAIT, socket_timeout=timeout, retry=retry, **_COMMON
+            url, max_connections=connections, timeout=POOL_WAIT, socket_timeout=timeout, retry=retry, **_options(url)
         )
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e
@@ -87,7 +98,7 @@ def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size
             socket_timeout=timeout,
             socket_read_size=read_size,
             retry=retry,
-            **_COMMON,
+            **_options(url),
         )
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e

@@ -41,7 +41,7 @@ STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 OOM_DELAY = 2.0
-UNWIND_SECONDS = 10.0  # for the chunk or step that runs when the drain's time is over
+UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 

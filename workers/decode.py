@@ -213,20 +213,34 @@ class DecodeStage:
         segments = [s.segment() for s in batch]
         if not segments:
             return
-        loop = asyncio.get_running_loop()
         try:
-            tokens = await loop.run_in_executor(self._parts.compute, self._parts.engine.forward, segments)
-        except Exception as e:
-            # Nobody knows whose fault it was: each gets another attempt, and one that does it again is dead-lettered.
-            log.exception("a step over %d sequences failed", len(batch))
-            for sequence in batch:
-                sequence.end(e)
-            return
-        self._counters.update(steps=1, tokens=len(batch))
-        self._parts.worker.leases.progress()
-        for sequence, segment, token in zip(batch, segments, tokens, strict=True):
-            self._advance(sequence, len(segment.token_ids), token)
+            tokens = await self._forward(segments)
+        except Exception:
+            log.exception("a step over %d sequences failed; trying them one by one", len(batch))
+            await self._step_alone(batch)
+        else:
+            for sequence, segment, token in zip(batch, segments, tokens, strict=True):
+                self._advance(sequence, len(segment.token_ids), token)
         self._to_write.set()
+
+    async def _step_alone(self, batch: list[Sequence]) -> None:
+        """A failed forward has changed no slot's length: whoever fails again when alone was the cause."""
+        for sequence in batch:
+            segment = sequence.segment()
+            try:
+                (token,) = await self._forward([segment])
+            except Exception as e:
+                log.exception("%s: its step fails", sequence.running.job.id)
+                sequence.end(e)
+            else:
+                self._advance(sequence, len(segment.token_ids), token)
+
+    async def _forward(self, segments: list[Segment]) -> list[int | None]:
+        loop = asyncio.get_running_loop()
+        tokens = await loop.run_in_executor(self._parts.compute, self._parts.engine.forward, segments)
+        self._counters.update(steps=1, tokens=len(segments))
+        self._parts.worker.leases.progress()
+        return tokens
 
     def _advance(self, sequence: Sequence, fed: int, token: int | None) -> None:
         try:
@@ -266,7 +280,7 @@ class DecodeStage:
                 continue
             for (sequence, event), verdict in zip(writes, verdicts, strict=True):
                 sequence.running.note(verdict)
-                if verdict == "lost":
+                if verdict in ("lost", "gap"):
                     sequence.end(sequence.running.error())
                 elif event.terminal:
                     sequence.end(None)

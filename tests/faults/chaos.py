@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 import tempfile
 import time
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--engine", choices=("scripted", "torch"), default="scripted")
     options = parser.parse_args(arguments)
+    logging.getLogger("pdq").setLevel(logging.ERROR)  # the clients' own: outages are no news here
     print(f"seed {options.seed}, {options.minutes:g} minutes, {options.engine} engine", flush=True)
     with pool_of(options.engine) as pool:
         well = asyncio.run(run(options, pool))

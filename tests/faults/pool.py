@@ -36,9 +36,9 @@ class Pool:
         self.programs.wait(*self.current.values())
         self.redis = self.server.client()
 
-    def start(self, kind: str) -> Program:
+    def start(self, kind: str, **more: object) -> Program:
         mine = {k.removeprefix(f"{kind}_"): v for k, v in self._own.items() if k.startswith(f"{kind}_")}
-        return self.programs.start(kind, **mine)
+        return self.programs.start(kind, **mine | more)
 
     def close(self) -> None:
         self.server.freeze(False)

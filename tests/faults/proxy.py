@@ -31,7 +31,7 @@ class _Link:
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
     mute: bool = False  # what the server says is swallowed
-    dead: bool = False  # what the client says is swallowed too; for ever, since a gap in the bytes cannot be mended
+    dead: bool = False  # nothing gets through, for good: bytes were swallowed, and such a gap cannot be mended
     sent: bytes = b""  # since the last answer; its beginning
 
     def abort(self) -> None:
@@ -102,8 +102,6 @@ class Proxy:
     def hole(self, on: bool = True) -> None:
         """A black hole: connections are taken, and swallow everything, as do those there are."""
         self._hole = on
-        for link in self._links:
-            link.dead = link.dead or on
 
     def drop_reply(self, command: bytes = b"", reply: bytes = b"") -> asyncio.Event:
         """Lose the next reply to a command: it was carried out, but its connection is cut instead of the answer.
@@ -112,6 +110,10 @@ class Proxy:
         """
         self._drop = _Drop(command, reply)
         return self._drop.lost
+
+    def _swallows(self, link: _Link) -> bool:
+        link.dead = link.dead or self._hole
+        return link.dead
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -150,7 +152,7 @@ class Proxy:
         while data := await reader.read(CHUNK):
             if self.delay:
                 await asyncio.sleep(self.delay)
-            if link.dead:
+            if self._swallows(link):
                 continue
             link.sent += data[: max(HEAD - len(link.sent), 0)]
             link.server.write(data)
@@ -167,6 +169,6 @@ class Proxy:
                 return
             if self.delay:
                 await asyncio.sleep(self.delay)
-            if not link.dead and not link.mute:
+            if not self._swallows(link) and not link.mute:
                 link.client.write(data)
                 await link.client.drain()

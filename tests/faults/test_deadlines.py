@@ -1,4 +1,4 @@
-"""Queue timeout and total timeout by the clock of Redis: in each state, with and without workers, whatever others say."""
+"""Queue timeout and total timeout by the clock of Redis, in each state, with and without workers."""
 
 from __future__ import annotations
 

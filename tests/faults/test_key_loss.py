@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from pdq import client as client_module
 from pdq.errors import Unavailable
 from pdq.keys import GROUP, Keys
 from tests.faults.pool import submit
@@ -27,7 +26,8 @@ OPTIONS = {
 
 @pytest.fixture
 async def pool(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalPool]:
-    monkeypatch.setattr(client_module, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("pdq.client.CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("pdq.worker.READ_SECONDS", 0.1)  # the workers end sooner
     async with LocalPool(server, **OPTIONS) as started:
         yield started
         await healed(server, started.client)

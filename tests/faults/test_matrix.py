@@ -28,11 +28,9 @@ STATES = ("queued", "prefilling", "between", "loading", "decoding", "finishing")
 FAULTS = ("kill", "freeze")
 VICTIMS = ("gateway", "prefill", "decode", "redis")
 QUICK = {
-    ("prefill", "kill", "prefilling"),
+    ("gateway", "kill", "decoding"),
     ("prefill", "freeze", "prefilling"),
     ("decode", "kill", "loading"),
-    ("decode", "freeze", "decoding"),
-    ("gateway", "kill", "decoding"),
     ("redis", "kill", "between"),
 }
 _numbers = itertools.count()

@@ -18,8 +18,6 @@ import pytest
 import pytest_asyncio
 import redis
 
-from pdq import client as client_module
-from pdq import replies
 from pdq.client import AsyncClient
 from pdq.config import RedisSettings
 from pdq.errors import Unavailable
@@ -72,7 +70,7 @@ async def shared() -> AsyncIterator[Pool]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def pool(shared: Pool, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pool]:
-    monkeypatch.setattr(client_module, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("pdq.client.CHECK_SECONDS", 0.3)
     yield shared
     await healed(shared.server, shared.client)
     assert [worker.poll() for worker in shared.workers] == [None, None]
@@ -131,6 +129,7 @@ async def test_a_failover_behind_one_address_is_followed_by_everybody(pool: Pool
     try:
         with first.client() as one, second.client() as two:
             for old, new, now in ((one, two, second), (two, one, first)):
+                old.config_set("repl-diskless-sync-delay", 0)
                 new.replicaof("127.0.0.1", old.connection_pool.connection_kwargs["port"])
                 await until(lambda new=new: new.info("replication")["master_link_status"] == "up")
                 readers = reading(await begin(pool.client))
@@ -154,7 +153,7 @@ async def test_a_pause_longer_than_the_lease_costs_no_accepted_request(pool: Poo
 async def test_an_absent_redis_is_waited_for_without_haste_and_told_to_readers_in_the_end(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "OUTAGE_SECONDS", 2.0)
+    monkeypatch.setattr("pdq.replies.OUTAGE_SECONDS", 2.0)
     readers = reading(await begin(pool.client))
     before = pool.proxy.accepted
     await asyncio.to_thread(pool.restart, signal.SIGKILL, keep=True, down=3.0)
