@@ -10,6 +10,7 @@ XREADGROUP is not retried (see queue.py).
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -47,19 +48,35 @@ _COMMON = {
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
+class _AsyncRetry(AsyncRetry):
+    """Every asyncio command, pipeline and connect goes through this; see to it that a cancel gets through.
+
+    Before Python 3.12 `asyncio.wait_for`, with which redis-py sends, loses a cancel that comes as the send completes.
+    """
+
+    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        try:
+            return await super().call_with_retry(*args, **options)
+        finally:
+            if task and task.cancelling() > before:
+                raise asyncio.CancelledError
+
+
 def _backoff() -> ExponentialWithJitterBackoff:
     return ExponentialWithJitterBackoff(base=0.02, cap=0.2)
 
 
 def command(url: str, connections: int = 16) -> AsyncRedis:
     """Short commands and scripts. Callers over `connections` at once wait for a connection instead of failing."""
-    retry = AsyncRetry(_backoff(), 2, supported_errors=_RETRIED)
+    retry = _AsyncRetry(_backoff(), 2, supported_errors=_RETRIED)
     return _asyncio(url, COMMAND_TIMEOUT, retry, connections)
 
 
 def blocking(url: str) -> AsyncRedis:
     """One connection for reads that wait on the server."""
-    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1)
+    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1)
 
 
 def bulk(url: str, connections: int) -> SyncRedis:

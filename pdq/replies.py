@@ -43,7 +43,8 @@ class Subscription:
         if not self._events:
             self._ready.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ready.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._ready.wait()
         if not self._events:
             return None
         event = self._events.popleft()

@@ -36,7 +36,8 @@ class Slots:
                 running.check()
                 self._freed.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), LOOK_SECONDS)
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._freed.wait()
             return self._engine.open(capacity)
         finally:
             self._queue.remove(running)

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 OOM_DELAY = 2.0
 UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
+CANCEL_SECONDS = 1.0  # between two cancels of a task that goes on
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 
@@ -65,7 +66,7 @@ class Stage(Protocol):
         """May another job be claimed now (back-pressure)? Takes a moment if not. Raises RedisError."""
         ...
 
-    async def serve(self) -> None:
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
         """Whatever must go on beside the jobs (a batch loop); cancelled at the end, an exception ends the worker."""
         ...
 
@@ -99,9 +100,9 @@ class Worker:
         self.counters: Counter[str] = Counter()
 
     async def run(self, stage: Stage) -> None:
-        """Work until told to stop; then drain. Raises what ended `stage.serve`."""
+        """Work until told to stop; then drain. Raises what ended one of the stage's loops."""
         self._listen_to_signals()
-        loops = (self._claims(stage), self._beats(stage), self._cancels(), stage.serve(), self._draining.wait())
+        loops = (self._claims(stage), self._beats(stage), self._cancels(), self._draining.wait(), *stage.loops())
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(loop) for loop in loops]
         with self.leases:
             try:
@@ -110,9 +111,9 @@ class Worker:
                     task.result()
                 await self._drain(tasks[0])
             finally:
-                for task in [*tasks, *self._jobs]:
-                    task.cancel()
-                await asyncio.gather(*tasks, *self._jobs, return_exceptions=True)
+                tasks += self._jobs
+                await cancelled(tasks)
+                await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
 
     def more_room(self) -> None:
@@ -138,8 +139,9 @@ class Worker:
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=self.settings.drain_seconds)
         left = dict(self._jobs)
-        for task in left:
+        for task, running in left.items():
             task.cancel()
+            running.note("lost")  # should the cancel be lost (see `cancelled`), the work ends at its next look
         await asyncio.gather(*(self._give_back(running.job) for running in left.values()))
         if left and (await asyncio.wait(left, timeout=UNWIND_SECONDS))[1]:
             log.error("%s: a forward does not return; the process ends without it", self.name)
@@ -173,7 +175,8 @@ class Worker:
             if free <= 0 or self.leases.stalled:
                 self._changed.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), READ_SECONDS)
+                    async with asyncio.timeout(READ_SECONDS):
+                        await self._changed.wait()
                 continue
             try:
                 if not await stage.ready():
@@ -282,6 +285,18 @@ class Worker:
                 for entry, data in entries:
                     last = entry.decode()
                     self.leases.cancel(data[b"id"].decode())
+
+
+async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once is not enough: in Python 3.11 wait_for, with which redis-py sends, loses a cancel that comes just as what it
+    waits for is done.
+    """
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=CANCEL_SECONDS)
 
 
 async def retried(running: Running, write: Callable[[], Awaitable[T]]) -> T:

@@ -73,7 +73,7 @@ def _fresh(request: pytest.FixtureRequest, kind: str) -> Server:
     if kind != "fake" and binary(kind) is None:
         pytest.skip(f"no server program for {kind}")
     running: dict[str, Server] = request.getfixturevalue("_servers")
-    if kind not in running:
+    if kind not in running or not running[kind].alive:  # a test that kills it may have failed halfway
         running[kind] = Server(kind)
     server = running[kind]
     with server.client() as client:

@@ -56,6 +56,10 @@ class Server:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def alive(self) -> bool:
+        return self._process is None or self._process.poll() is None
+
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, protocol=2, socket_timeout=5)
 

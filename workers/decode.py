@@ -13,8 +13,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from pdq.blocks import KVMiss
 from pdq.config import DecodeSettings
@@ -188,10 +190,8 @@ class DecodeStage:
                     group.remove(sequence)
             self._parts.slots.close(sequence.slot)
 
-    async def serve(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._steps())
-            group.create_task(self._writes())
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._steps(), self._writes()]
 
     async def _steps(self) -> None:
         while True:
@@ -262,7 +262,8 @@ class DecodeStage:
             ready = [s for s in (*self._batch, *self._finished) if s.tokens and not s.outcome.done()]
             await self._write([(s, s.event()) for s in ready])
             with suppress(TimeoutError):  # an end does not wait for the next flush
-                await asyncio.wait_for(self._ended.wait(), self._settings.flush_ms / 1000)
+                async with asyncio.timeout(self._settings.flush_ms / 1000):
+                    await self._ended.wait()
             self._ended.clear()
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:

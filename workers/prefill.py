@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdq import keys
 from pdq.config import PrefillSettings
@@ -80,8 +81,8 @@ class PrefillStage:
             self._held = await self._parts.worker.queue.held()
         return self._held <= self._most_held
 
-    async def serve(self) -> None:
-        await asyncio.Event().wait()
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        return []
 
     async def ended(self, job: Job) -> None:
         with suppress(RedisError):

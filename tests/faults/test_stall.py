@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
-from pdq.engine.base import Segment
 from pdq.errors import RequestFailed
 from pdq.messages import WorkerInfo, decode
 from tests.faults.audit import expected, reply
@@ -81,25 +79,3 @@ async def test_a_request_that_hangs_every_worker_is_a_dead_letter_in_the_end(ser
         assert (letter[b"id"].decode(), letter[b"tries"]) == (bad.id, b"2")
         good = await submit(pool.client, "good", 9)
         assert (await good.result(30)).text == expected(b"good", 9)
-
-
-async def test_a_poisoned_request_does_not_take_its_neighbours_along(server: Server) -> None:
-    """Whatever runs in one batch fails together; only the guilty one may run out of attempts."""
-    async with LocalPool(server, decode_engine="scripted:step_ms=20", lease_seconds=1.0) as pool:
-        engine = pool.workers["decode"][0].engine
-        forward = engine.forward
-
-        def poisoned(segments: Sequence[Segment]) -> list[int | None]:
-            if any(33 in s.slot.tokens for s in segments):  # type: ignore[attr-defined]
-                raise RuntimeError("boom")
-            return forward(segments)
-
-        engine.forward = poisoned  # type: ignore[method-assign]
-        prompts = [f"innocent {i}" for i in range(5)]
-        bad = await submit(pool.client, "poison!", 40)
-        good = [await submit(pool.client, p, 40) for p in prompts]
-        texts = [(await h.result(30)).text for h in good]
-        assert texts == [expected(p.encode(), 40) for p in prompts]
-        with pytest.raises(RequestFailed, match="decode failed 3 times"):
-            await bad.result(30)
-        assert max([(await h.status()).attempt for h in good]) >= 3  # they did fail along with it

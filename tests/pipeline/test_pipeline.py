@@ -312,28 +312,6 @@ async def test_a_request_that_breaks_its_worker_is_dead_lettered_and_others_go_o
             await bad.result(10)
 
 
-async def test_a_request_that_fails_in_decode_costs_its_batch_nothing(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with LocalPool(server, engine="scripted:step_ms=5", lease_seconds=0.5) as pool:
-        engine = pool.workers["decode"][0].engine
-        forward = engine.forward
-
-        def poisoned(segments: list) -> list[int | None]:  # type: ignore[type-arg]
-            if any(66 in s.slot.tokens for s in segments):
-                raise RuntimeError("boom")
-            return forward(segments)
-
-        monkeypatch.setattr(engine, "forward", poisoned)
-        good = [asyncio.create_task(ask(pool, f"good {i}", 60)) for i in range(4)]
-        bad = await pool.client.submit(prompt="B", max_tokens=3)
-        assert [r.text for r in await asyncio.gather(*good)] == [expected(f"good {i}".encode(), 60) for i in range(4)]
-        with pytest.raises(RequestFailed, match="decode failed 3 times"):
-            await bad.result(10)
-        for task in good:
-            assert (await pool.client.status(task.result().id)).attempt == 2  # one a stage: none was tried again
-
-
 async def test_decode_waits_for_kv_memory_and_starves_nobody(server: Server) -> None:
     async with LocalPool(server, decode_kv_memory="2KiB", max_model_len=128, engine="scripted") as pool:
         results = await asyncio.gather(*(ask(pool, f"request {i}", 60) for i in range(8)))
