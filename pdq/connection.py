@@ -44,7 +44,7 @@ _COMMON = {
     "socket_connect_timeout": CONNECT_TIMEOUT,
     "health_check_interval": 0,
 }
-# An idle connection that leads nowhere any more (a firewall forgot it) is closed after 11 s, before anybody relies on it.
+# An idle connection that leads nowhere any more (a firewall forgot it) is closed after 11 s, before anybody needs it.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -123,11 +123,15 @@ def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size
 
 
 async def check_server(client: AsyncRedis, role: str) -> None:
-    """Refuse a server that may evict live jobs. role: "queue" or "kv". Raises ConfigError, RedisError."""
+    """Refuse a server that evicts live jobs, or heartbeats before blocks. role: "queue" or "kv".
+
+    Raises ConfigError, RedisError.
+    """
     memory = await client.info("memory")
     policy = str(memory.get("maxmemory_policy", "noeviction"))
-    if role == "queue" and policy.startswith("allkeys"):
+    if role == "queue" and (policy.startswith("allkeys") or policy == "volatile-ttl"):
+        victims = "heartbeats and results first" if policy == "volatile-ttl" else "queued requests"
         raise ConfigError(
-            f"redis_url: maxmemory-policy {policy} may evict queued requests; set it with "
+            f"redis_url: maxmemory-policy {policy} may evict {victims}; set it with "
             "'CONFIG SET maxmemory-policy volatile-lru' (or noeviction), or give the queue a Redis of its own"
         )

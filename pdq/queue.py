@@ -184,8 +184,9 @@ class Queue:
     async def write(self, writes: Sequence[tuple[Job, Event]]) -> list[str]:
         """Make events visible, one a job, all in one round trip; a terminal event ends its request.
 
-        Per job "ok", "cancel" (written, but the client wants an end) or "lost". Raises RedisError if a write failed;
-        sending the same events again is harmless, sending the same tokens cut differently is not.
+        Per job "ok", "cancel" (written, but the client wants an end), "expired" (not written, the deadline has passed;
+        an end still counts) or "lost". Raises RedisError if a write failed; sending the same events again is harmless,
+        sending the same tokens cut differently is not.
         """
         results = await scripts.run_many(self._redis, [self._write(job, event) for job, event in writes])
         for result in results:
@@ -297,6 +298,11 @@ def _check(verdict: str) -> str:
     if verdict == "gap":
         raise LostLease("the reply stream is not where this attempt left it")
     return verdict
+
+
+async def queued_tokens(redis: AsyncRedis, keys: Keys) -> int:
+    """Prompt tokens, counted or estimated, of all requests that wait for prefill or are in it. Raises RedisError."""
+    return int(await redis.hget(keys.load, "queued") or 0)
 
 
 def renew(redis: SyncRedis, keys: Keys, job: Job) -> str:

@@ -53,6 +53,12 @@ def _no_key_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("keys were left behind:\n  " + "\n  ".join(sorted(found)[:20]), pytrace=False)
 
 
+@pytest.fixture
+def quick_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers in this process that drain do not first read for a second."""
+    monkeypatch.setattr("pdq.worker.READ_SECONDS", 0.2)
+
+
 def _leaks(server: Server) -> list[str]:
     try:
         with server.client() as client:

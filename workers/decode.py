@@ -281,7 +281,7 @@ class DecodeStage:
                 continue
             for (sequence, event), verdict in zip(writes, verdicts, strict=True):
                 sequence.running.note(verdict)
-                if verdict in ("lost", "gap"):
+                if verdict in ("lost", "gap", "expired"):  # not written
                     sequence.end(sequence.running.error())
                 elif event.terminal:
                     sequence.end(None)

@@ -114,7 +114,8 @@ class PrefillStage:
         """First token out, blocks stored, job handed on; meanwhile the next prompt may compute."""
         self._computed += 1
         self._parts.worker.more_room()
-        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached)
+        busy = round(timings.prefill_ms)
+        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached, prefill_ms=busy)
         try:
             ended = token is not None and await self._first_token(prompt, token, timings)
             await prompt.stored()

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdq.config import GatewaySettings
-from pdq.errors import ModelNotFound
+from pdq.connection import RedisError
+from pdq.errors import ModelNotFound, Unavailable
 from pdq.gateway.errors import ModelLoading
 from pdq.gateway.offload import Offload
 from pdq.gateway.pool import PoolView
+from pdq.gateway.queue_redis import QueueRedis
 from pdq.text import Tokenizer
 
 if TYPE_CHECKING:
     from pdq.client import AsyncClient
 
 CLOSE_SECONDS = 2.0
+ESTIMATE_SECONDS = 0.05  # a refusal is to be quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +81,24 @@ class Activity:
 
 
 class Gateway:
-    """One per application. model: None until it is loaded. ping_seconds: longest silence of a stream."""
+    """One per application. model: None until it is loaded. ping_seconds: longest silence of a stream.
+
+    redis: to look at the queue's Redis itself; None if whoever made `client` sees to it.
+    """
 
     def __init__(
-        self, settings: GatewaySettings, client: AsyncClient, model: Served | None, ping_seconds: float
+        self,
+        settings: GatewaySettings,
+        client: AsyncClient,
+        model: Served | None,
+        ping_seconds: float,
+        redis: QueueRedis | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
         self.model = model
         self.ping_seconds = ping_seconds
+        self.redis = redis
         self.created = int(time.time())
         self.draining = False
         self.pool = PoolView(client)
@@ -105,12 +117,29 @@ class Gateway:
             )
         return self.model
 
+    @property
+    def safe(self) -> bool:
+        """Is the queue's Redis known to keep what is queued?"""
+        return self.redis is None or self.redis.safe
+
+    async def wait_estimate(self) -> float | None:
+        """Seconds until prefill has done what is queued now; None when that cannot be told."""
+        if self.redis is None:
+            return None
+        try:
+            async with asyncio.timeout(ESTIMATE_SECONDS):
+                return self.pool.rate.wait(await self.redis.queued_tokens())
+        except (RedisError, TimeoutError):
+            return None
+
     async def context_limit(self, name: str | None) -> int:
         """Tokens of context for a request to the model `name`, if it can be served now.
 
         Workers may have been started with less than the model's own. Raises ModelNotFound, NoWorker, Unavailable.
         """
         served = self.served(name)
+        if not self.safe:
+            raise Unavailable("Redis has not answered yet", retry_after=2.0)
         snapshot = await self.pool.serving(served.name)
         return min(served.max_model_len, snapshot.max_model_len or served.max_model_len)
 

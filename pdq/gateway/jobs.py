@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from pdq.errors import IdConflict, PdqError, RequestFailed, Unavailable
+from pdq.errors import IdConflict, PdqError, QueueFull, RequestFailed, Unavailable
 from pdq.gateway.context import Gateway
 from pdq.gateway.prompts import Prompt
 from pdq.messages import Event
@@ -109,6 +109,9 @@ async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], ke
     try:
         async with asyncio.timeout(SUBMIT_SECONDS):
             return await asyncio.shield(task)
+    except QueueFull as e:
+        e.retry_after = await gateway.wait_estimate() or e.retry_after
+        raise
     except IdConflict as e:
         text = "The Idempotency-Key belongs to a different request."
         raise IdConflict(text, param="Idempotency-Key") from e

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdq.errors import Unavailable
 from pdq.gateway.errors import NoWorker
+from pdq.gateway.prefill_rate import PrefillRate
 from pdq.messages import WorkerInfo
 
 if TYPE_CHECKING:
@@ -54,25 +55,21 @@ class Snapshot:
 
 
 class PoolView:
-    """The pool as this gateway last saw it."""
+    """The pool as this gateway last saw it. rate: of prefill, as of the last look."""
 
     def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
         self._asked: asyncio.Task[list[WorkerInfo] | Unavailable] | None = None
         self._asked_at = 0.0
+        self.rate = PrefillRate()
 
     async def look(self, model: str) -> Snapshot:
         """The live workers of `model`, as of FRESH_SECONDS ago at most. Raises Unavailable when Redis does not tell."""
         if self._asked is None or (self._asked.done() and self._clock() - self._asked_at >= FRESH_SECONDS):
             self._asked_at = self._clock()
             self._asked = asyncio.create_task(self._ask(), name="pdq-pool-view")
-        if not self._asked.done():
-            # Not cancelled when it takes too long: others wait for the same answer, and the client ends it by itself.
-            left = self._asked_at + WAIT_SECONDS - self._clock()
-            await asyncio.wait({self._asked}, timeout=max(left, 0.0))
-        if not self._asked.done():
-            raise Unavailable(f"Redis did not answer within {WAIT_SECONDS:g} s")
+        await asyncio.wait({self._asked})  # not cancelled with us: others wait for the same answer
         found = self._asked.result()
         if isinstance(found, Unavailable):
             raise Unavailable(found.message, retry_after=found.retry_after)
@@ -96,6 +93,11 @@ class PoolView:
     async def _ask(self) -> list[WorkerInfo] | Unavailable:
         """An error is a result here: nobody may be left to collect an exception."""
         try:
-            return await self._client.workers()
+            async with asyncio.timeout(WAIT_SECONDS):
+                found = await self._client.workers()
+            self.rate.note(found, self._clock())
+            return found
+        except TimeoutError:
+            return Unavailable(f"Redis did not answer within {WAIT_SECONDS:g} s")
         except Unavailable as e:
             return e

@@ -10,15 +10,17 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from pdq.config import GatewaySettings
+from pdq.connection import RedisError
 from pdq.gateway.app import PING_SECONDS, app_of
 from pdq.gateway.context import Gateway, Served
+from pdq.gateway.queue_redis import QueueRedis
 from pdq.text import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SCRIPTED_CONTEXT = 8192
 BACKLOG = 1024  # connections of a burst over this wait a second for their next try
+CHECK_SECONDS = 0.5  # between two tries to look at a Redis that is away
 _SHUTDOWN_SECONDS = 0.1  # the drain has waited for the handlers; those left are cancelled
 
 
@@ -40,16 +43,26 @@ async def _run(settings: GatewaySettings) -> None:
     from pdq.client import AsyncClient
 
     client = AsyncClient(settings, max_queued=settings.max_queued, max_queued_tokens=settings.max_queued_tokens)
+    redis = QueueRedis(settings)
     try:
-        await serve(settings, client, load_model)
+        await serve(settings, client, load_model, redis)
     finally:
+        await redis.aclose()
         await client.aclose()
 
 
-async def serve(settings: GatewaySettings, client: AsyncClient, load: Callable[[GatewaySettings], Served]) -> None:
-    """Listen, call `load` in a thread, and serve until the first signal and the drain after it."""
+async def serve(
+    settings: GatewaySettings,
+    client: AsyncClient,
+    load: Callable[[GatewaySettings], Served],
+    redis: QueueRedis | None = None,
+) -> None:
+    """Listen, call `load` in a thread, check `redis`, and serve until the first signal and the drain after it.
+
+    Raises what `load` raises, and ConfigError for a Redis that may evict requests.
+    """
     stop = _stop_signal()
-    gateway = Gateway(settings, client, None, PING_SECONDS)
+    gateway = Gateway(settings, client, None, PING_SECONDS, redis)
     runner = web.AppRunner(
         app_of(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
     )
@@ -58,9 +71,8 @@ async def serve(settings: GatewaySettings, client: AsyncClient, load: Callable[[
         await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
         host, port = runner.addresses[0][:2]
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        if await _loaded(gateway, load, stop):
-            await stop.wait()
-            await _drain(gateway, runner)
+        await _until_stopped(gateway, load, stop)
+        await _drain(gateway, runner)
     finally:
         await runner.cleanup()
     log.info("stopped")
@@ -81,18 +93,34 @@ def load_model(settings: GatewaySettings) -> Served:
     return Served(files.name, tokenizer, context_limit(files.folder, settings.max_model_len))
 
 
-async def _loaded(gateway: Gateway, load: Callable[[GatewaySettings], Served], stop: asyncio.Event) -> bool:
-    """Load the model into `gateway`; False if a signal came first."""
-    loading = asyncio.create_task(gateway.threads.run(None, load, gateway.settings))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not loading.done():
-        loading.cancel()
-        return False
-    gateway.model = loading.result()
+async def _until_stopped(gateway: Gateway, load: Callable[[GatewaySettings], Served], stop: asyncio.Event) -> None:
+    """Get ready and serve, until a signal or a reason why this cannot be, which is raised."""
+    work: list[Coroutine[Any, Any, object]] = [_load(gateway, load), _check(gateway), stop.wait()]
+    tasks = [asyncio.create_task(w) for w in work]
+    stopping, left = tasks[-1], set(tasks)
+    try:
+        while not stopping.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _load(gateway: Gateway, load: Callable[[GatewaySettings], Served]) -> None:
+    gateway.model = await gateway.threads.run(None, load, gateway.settings)
     log.info("ready to serve %s, context %d tokens", gateway.model.name, gateway.model.max_model_len)
-    return True
+
+
+async def _check(gateway: Gateway) -> None:
+    """See whether the queue's Redis is safe, as soon as it answers. Raises ConfigError if it is not."""
+    while not gateway.safe and gateway.redis is not None:
+        try:
+            await gateway.redis.check()
+        except RedisError as e:
+            log.debug("Redis does not answer: %s", e)
+            await asyncio.sleep(CHECK_SECONDS)
 
 
 async def _drain(gateway: Gateway, runner: web.AppRunner) -> None:

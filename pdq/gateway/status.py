@@ -25,6 +25,8 @@ async def ready(request: web.Request) -> web.Response:
         missing = ["draining"]
     elif gateway.model is None:
         missing = ["model"]
+    elif not gateway.safe:
+        missing = ["redis"]
     else:
         try:
             snapshot = await gateway.pool.look(gateway.model.name)

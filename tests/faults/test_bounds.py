@@ -8,62 +8,28 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import pytest
 import redis
 
 from pdq import connection, messages
-from pdq.client import AsyncClient, Handle
-from pdq.config import RedisSettings
-from pdq.errors import InvalidRequest, LostLease, QueueFull, RequestCancelled, RequestFailed
+from pdq.client import Handle
+from pdq.errors import LostLease, QueueFull, RequestCancelled, RequestFailed
 from pdq.keys import GROUP, Keys
 from pdq.messages import Event, Handoff, Request, SamplingParams, Usage, encode
 from pdq.queue import Job, Queue, renew
+from tests.faults.owners import Owners
 from tests.hygiene import end_all
 from tests.pipeline.local import LocalPool
 from tests.pipeline.test_pipeline import expected
 from tests.servers import Server
 
+pytestmark = pytest.mark.usefixtures("quick_drain")
+
 BACKLOG = 100_000
 USAGE = Usage(1, 1)
 T = TypeVar("T")
-
-
-class Owners:
-    """Queues of several workers on one server; a lease lasts `lease` seconds (0: everything pending is reclaimable)."""
-
-    def __init__(self, server: Server, pool: str = "default", lease: float = 0.0) -> None:
-        self.keys = Keys(pool)
-        self.redis = connection.command(server.url)
-        self.client = AsyncClient(RedisSettings(redis_url=server.url, pool=pool))
-        self._waiting = connection.blocking(server.url)
-        self._lease = lease
-
-    def queue(self, stage: str, owner: str) -> Queue:
-        return Queue(
-            *(self.redis, self._waiting), keys=self.keys, stage=stage, owner=owner, lease_seconds=self._lease,
-            max_attempts=3, result_ttl=60,
-        )  # fmt: skip
-
-    async def take(self, queue: Queue) -> Job:
-        async with asyncio.timeout(10):
-            while True:
-                for entry in await queue.read(1, 0.01):
-                    if job := await queue.claim(entry):
-                        return job
-
-    async def load(self) -> dict[str, int]:
-        found = await self.redis.hgetall(self.keys.load)
-        return {k.decode(): int(v) for k, v in found.items()}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.aclose()
-        await self.redis.aclose()
-        await self._waiting.aclose()
 
 
 def handoff(length: int) -> Handoff:
@@ -245,17 +211,6 @@ async def test_a_refusal_is_quick(owners: Owners) -> None:
             await owners.client.submit(prompt="hi")
         took.append(time.perf_counter() - started)
     assert sorted(took)[94] < 0.15
-
-
-@pytest.mark.parametrize("any_server", ["valkey9"], indirect=True)
-async def test_a_message_over_the_size_limit_is_the_clients_mistake(
-    owners: Owners, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1000)
-    with pytest.raises(InvalidRequest, match="over the limit of 1000"):
-        await owners.client.submit(prompt="x" * 1000)
-    assert await owners.redis.keys("*") == []
-    await owners.client.submit(prompt="x" * 100)
 
 
 async def test_prefill_pauses_while_decode_has_more_kv_to_take_than_the_limit(server: Server) -> None:

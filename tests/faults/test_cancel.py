@@ -24,6 +24,12 @@ MEMORY = 2**13  # of the decode worker's KV: 1024 tokens
 STEP = 0.1
 
 
+@pytest.fixture(autouse=True)
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain waits for the read that is under way."""
+    monkeypatch.setattr("pdq.worker.READ_SECONDS", 0.1)
+
+
 @asynccontextmanager
 async def pool_of(server: Server, **options: object) -> AsyncIterator[LocalPool]:
     """Slow enough to be caught in every state; the lease is long, so that only a hint can be quick."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdq.client import AsyncClient, Handle
 from pdq.config import RedisSettings
 from pdq.errors import DeadlineExceeded
+from pdq.messages import LANES, Event, Usage
+from tests.faults.owners import Owners
 from tests.faults.programs import Programs
 from tests.pipeline.local import LocalPool
 from tests.pipeline.test_pipeline import ask, expected
@@ -18,6 +21,8 @@ from tests.servers import Server
 
 NO_WORKER = "no worker took the request within its queue timeout"
 DEADLINE = "the request's deadline has passed"
+pytestmark = pytest.mark.usefixtures("quick_drain")
+
 SLACK = 3.0  # seconds: a machine that is busy with other tests, besides what the product itself takes
 
 
@@ -45,31 +50,27 @@ async def until(handle: Handle, stage: str, state: str, tokens: int = 0) -> None
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+async def test_without_any_worker_its_reader_ends_a_request(any_server: Server) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"timeout": 0.6}, DEADLINE),
         ({"queue_timeout": 0.6}, NO_WORKER),
         ({"timeout": 0.6, "queue_timeout": 30.0}, DEADLINE),
         ({"timeout": 30.0, "queue_timeout": 0.6}, NO_WORKER),
-    ],
-)
-async def test_without_any_worker_its_reader_ends_a_request(
-    any_server: Server, options: dict[str, float], text: str
-) -> None:
+    ]
     async with AsyncClient(RedisSettings(redis_url=any_server.url)) as client:
-        await ends(await client.submit(prompt="hi", **options), text, 0.6)  # type: ignore[arg-type]
+        submitted = [(await client.submit(prompt="hi", **options), text) for options, text in cases]
+        await asyncio.gather(*(ends(handle, text, 0.6) for handle, text in submitted))
 
 
-@pytest.mark.parametrize("lane", ["normal", "batch"])
-@pytest.mark.parametrize(("option", "text"), [("timeout", DEADLINE), ("queue_timeout", NO_WORKER)])
-async def test_a_request_behind_others_ends_in_time_and_costs_no_work(
-    server: Server, lane: str, option: str, text: str
-) -> None:
+async def test_requests_behind_others_end_in_time_and_cost_no_work(server: Server) -> None:
     async with LocalPool(server, engine="scripted:prefill_us=50000", prefill_chunk_tokens=8) as pool:
-        first = await pool.client.submit(prompt="x" * 40, max_tokens=2)  # two seconds of prefill
+        first = await pool.client.submit(prompt="x" * 30, max_tokens=2)  # a second and a half of prefill
         await until(first, "prefill", "running")
-        await ends(await pool.client.submit(prompt="late", lane=lane, **{option: 0.5}), text, 0.5)  # type: ignore[arg-type]
+        behind = []
+        for lane in LANES:
+            for options, text in (({"timeout": 0.5}, DEADLINE), ({"queue_timeout": 0.5}, NO_WORKER)):
+                behind.append((await pool.client.submit(prompt="late", lane=lane, **options), text))  # type: ignore[arg-type]
+        await asyncio.gather(*(ends(handle, text, 0.5) for handle, text in behind))
         await first.result(15)
         assert pool.workers["prefill"][0].worker.counters["claimed"] == 1
 
@@ -94,7 +95,7 @@ async def test_the_queue_timeout_is_over_once_a_worker_has_taken_the_request(ser
 
 
 async def test_the_queue_timeout_is_over_for_a_request_that_a_draining_worker_gave_back(server: Server) -> None:
-    async with LocalPool(server, engine="scripted:prefill_us=50000", drain_seconds=0.0) as pool:
+    async with LocalPool(server, engine="scripted:prefill_us=30000", prefill_chunk_tokens=4, drain_seconds=0.0) as pool:
         handle = await pool.client.submit(prompt="x" * 20, max_tokens=3, temperature=0, queue_timeout=0.4)
         await until(handle, "prefill", "running")
         await pool.workers["prefill"][0].stop()
@@ -126,7 +127,7 @@ async def test_the_deadline_ends_a_request_between_the_stages(server: Server) ->
 async def test_the_deadline_ends_a_request_that_waits_for_kv_memory(server: Server) -> None:
     """Claimed, but not in the batch: another one fills the decode worker's memory."""
     options = {"decode_kv_memory": "1KiB", "max_model_len": 128, "lease_seconds": 0.8}
-    async with LocalPool(server, engine="scripted:step_ms=30", **options) as pool:
+    async with LocalPool(server, engine="scripted:step_ms=15", **options) as pool:
         full = await pool.client.submit(prompt="x", max_tokens=100, temperature=0)
         await until(full, "decode", "running", 2)
         handle = await pool.client.submit(prompt="y", max_tokens=100, timeout=0.8)
@@ -181,3 +182,25 @@ async def test_clocks_an_hour_off_matter_nowhere(
             handle = await client.submit(prompt="hello", max_tokens=4000, timeout=1.0)
             await until(handle, "decode", "running", 5)
             await ends(handle, DEADLINE, 0.8)
+
+
+async def test_no_token_shows_after_the_deadline_but_a_complete_answer_still_counts(
+    any_server: Server,
+) -> None:
+    async with Owners(any_server) as owners:
+        prefill = owners.queue("prefill", "p")
+        await prefill.make_groups()
+        for complete in (False, True):
+            handle = await owners.client.submit(prompt="hi", timeout=0.3)
+            job = await owners.take(prefill)
+            assert await prefill.write([(job, Event(0, (7,), "a"))]) == ["ok"]
+            await asyncio.sleep(0.35)
+            assert await prefill.write([(job, Event(1, (8,), "b"))]) == ["expired"]
+            if complete:
+                assert await prefill.write([(job, Event(1, (8,), "b", "stop", Usage(1, 2)))]) == ["ok"]
+                assert (await handle.result(5)).text == "ab"
+            else:
+                await prefill.end(job, DeadlineExceeded(DEADLINE))
+                with pytest.raises(DeadlineExceeded):
+                    await handle.result(5)
+                assert (await handle.status()).tokens == 1

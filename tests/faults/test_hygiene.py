@@ -23,6 +23,8 @@ from tests.pipeline.local import LocalPool
 from tests.pipeline.test_pipeline import ask, expected
 from tests.servers import Server
 
+pytestmark = pytest.mark.usefixtures("quick_drain")
+
 KEYS = Keys("default")
 TYPES = {b"stream", b"hash", b"zset", b"string"}
 
@@ -249,7 +251,7 @@ async def test_the_heartbeat_of_a_living_worker_removes_the_long_dead(server: Se
 
 
 async def test_a_killed_process_is_forgotten_by_its_successors(server: Server) -> None:
-    """kill -9 of real workers: heartbeat and consumer go, with the heartbeat's TTL and the first sweep after it."""
+    """kill -9 of a real worker: its heartbeat has a TTL, and its successors remove its name."""
     with Programs(server, engine="scripted", lease_seconds=1.0) as programs, server.client() as client:
 
         async def until(count: int) -> None:
@@ -263,7 +265,6 @@ async def test_a_killed_process_is_forgotten_by_its_successors(server: Server) -
         victim.wait()
         (name,) = client.zrange(KEYS.workers, 0, -1)
         assert 0 < client.pttl(KEYS.worker(name.decode())) <= 10_000
-        assert [c["name"] for c in client.xinfo_consumers(KEYS.decode, GROUP)] == [name]
         client.pexpire(KEYS.worker(name.decode()), 1)
         client.zadd(KEYS.workers, {name: 1})
         programs.start("decode")

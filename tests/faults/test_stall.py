@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdq.client import Handle
 from pdq.errors import RequestFailed
 from pdq.messages import WorkerInfo, decode
 from tests.faults.audit import expected, reply
@@ -18,8 +19,9 @@ HANG = "scripted:hang_on=33,hang_ms="  # "!"
 
 
 @pytest.fixture(autouse=True)
-def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdq.worker.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("pdq.worker.READ_SECONDS", 0.1)
 
 
 def state(server: Server, worker: LocalWorker) -> str:
@@ -32,43 +34,38 @@ def state(server: Server, worker: LocalWorker) -> str:
 async def test_a_hung_decode_worker_loses_its_jobs_takes_no_more_and_serves_on_later(server: Server) -> None:
     async with LocalPool(server, decode_engine=HANG + "4000", **OPTIONS) as pool:
         hung = pool.workers["decode"][0]
-        handles = [await submit(pool.client, prompt, 9) for prompt in ("hang!", "its neighbour")]
+        prompts = ["hang!"]
+        handles = [await submit(pool.client, prompts[0], 9)]
         await until(lambda: hung.engine.forwards == 1)
-        await until(lambda: state(server, hung) == "stalled")
-        late = await submit(pool.client, "after the stall", 9)
-        await until(lambda: pool.workers["prefill"][0].worker.counters["claimed"] == 3)
+        while state(server, hung) != "stalled":  # new jobs do not hide that nothing moves
+            prompts.append(f"number {len(prompts)}")
+            handles.append(await submit(pool.client, prompts[-1], 9))
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)  # a read that had begun before may still bring something
         claimed = hung.worker.counters["claimed"]
+        late = await submit(pool.client, "after the stall", 9)
+        await in_decode(late)
         other = pool.add("decode", engine="scripted")
-        texts = [text_of(await read(h)) for h in (*handles, late)]
-        assert texts == [expected(p, 9) for p in (b"hang!", b"its neighbour", b"after the stall")]
+        assert [text_of(await read(h)) for h in handles] == [expected(p.encode(), 9) for p in prompts]
+        assert text_of(await read(late)) == expected(b"after the stall", 9)
         assert hung.engine.forwards == 1  # all this while it hung
-        assert hung.worker.counters["claimed"] == claimed <= 2
+        assert hung.worker.counters["claimed"] == claimed > 1
         assert (await late.status()).attempt == 2
         await until(lambda: state(server, hung) == "ready")
         await until(lambda: hung.worker.counters["fenced"] == claimed)
         await other.stop()
         assert (await (await submit(pool.client, "again", 9)).result(20)).text == expected(b"again", 9)
         with server.client() as client:
-            assert [reply(client, pool.client.keys, h.id).faults for h in handles] == [(), ()]
+            assert all(reply(client, pool.client.keys, h.id).faults == () for h in handles)
 
 
-async def test_new_jobs_do_not_hide_that_nothing_moves(server: Server) -> None:
-    async with LocalPool(server, decode_engine=HANG + "4000", **OPTIONS) as pool:
-        hung = pool.workers["decode"][0]
-        handles = [await submit(pool.client, "hang!", 9)]
-        await until(lambda: hung.engine.forwards == 1)
-
-        async def keep_coming() -> None:
-            while state(server, hung) != "stalled":
-                handles.append(await submit(pool.client, f"number {len(handles)}", 9))
-                await asyncio.sleep(0.3)
-
-        await asyncio.wait_for(keep_coming(), 3.5)
-        pool.add("decode", engine="scripted")
-        for handle in handles:
-            await read(handle)
+async def in_decode(handle: Handle) -> None:
+    async with asyncio.timeout(20):
+        while (await handle.status()).stage != "decode":
+            await asyncio.sleep(0.005)
 
 
+@pytest.mark.slow
 async def test_a_request_that_hangs_every_worker_is_a_dead_letter_in_the_end(server: Server) -> None:
     async with LocalPool(server, prefill=2, prefill_engine=HANG + "2500", max_attempts=2, **OPTIONS) as pool:
         bad = await submit(pool.client, "hang!", 9)

@@ -18,18 +18,21 @@ import msgpack
 import pytest
 import redis
 
-from pdq import connection, messages, queue, scripts
+from pdq import messages, queue, scripts
 from pdq.client import AsyncClient, Handle
 from pdq.config import RedisSettings
 from pdq.errors import DeadlineExceeded, RequestFailed
 from pdq.keys import GROUP, Keys
 from pdq.messages import VERSION, Event, Handoff, Request, SamplingParams, WorkerInfo, encode
 from pdq.queue import Queue
+from tests.faults.owners import Owners
 from tests.faults.programs import Programs
 from tests.hygiene import end_all
 from tests.pipeline.local import LocalPool
 from tests.pipeline.test_pipeline import ask, expected
 from tests.servers import Server
+
+pytestmark = pytest.mark.usefixtures("quick_drain")
 
 NEWER = VERSION + 1
 KEYS = Keys("default")
@@ -88,32 +91,37 @@ async def until_decode(handle: Handle) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("part", ["v", "msg", "handoff"])
-async def test_a_newer_job_is_left_alone_without_a_hot_loop_until_a_newer_worker_takes_it(
-    server: Server, claims: Counter[str], part: str
+async def test_newer_jobs_are_left_alone_without_a_hot_loop_until_a_newer_worker_takes_them(
+    server: Server, claims: Counter[str]
 ) -> None:
-    stage = "decode" if part == "handoff" else "prefill"
-    async with LocalPool(server, **{stage: 0}) as pool:
-        handle = await pool.client.submit(prompt="from the future", max_tokens=9, temperature=0)
-        if stage == "decode":
-            await until_decode(handle)
-        make_newer(server, handle, part)
-        workers = [pool.add(stage).worker.name for _ in range(2)]
+    """Newer in the hash's version, in the request's or in the handoff's."""
+    async with LocalPool(server, decode=0) as pool:
+        handles = {"handoff": await pool.client.submit(prompt="handoff", max_tokens=9, temperature=0)}
+        await until_decode(handles["handoff"])
+        await pool.workers["prefill"][0].stop()
+        for part in ("v", "msg"):
+            handles[part] = await pool.client.submit(prompt=part, max_tokens=9, temperature=0)
+        for part, handle in handles.items():
+            make_newer(server, handle, part)
+        workers = [pool.add(stage).worker.name for stage in ("prefill", "decode") for _ in range(2)]
         started = time.monotonic()
         results = [await ask(pool, f"of today {i}", 5) for i in range(5)]  # others go on as ever
         assert [r.text for r in results] == [expected(f"of today {i}".encode(), 5) for i in range(5)]
         while time.monotonic() - started < WATCHED:
             await asyncio.sleep(0.1)
-        watched = time.monotonic() - started
         for name in workers:
-            # Each looks at it about once a second; the claims of the others' jobs come on top.
-            assert claims[name] <= 5 + 2 * (watched + 1)
-        status = await handle.status()
-        assert (status.stage, status.state) == (stage, "queued")
+            # Each looks at one about once a second, and once at each that is new; then there are today's jobs.
+            assert claims[name] <= 5 + len(handles) + 2 * (time.monotonic() - started + 1)
+        states = {part: await handle.status() for part, handle in handles.items()}
+        assert {part: (s.stage, s.state) for part, s in states.items()} == {
+            "handoff": ("decode", "queued"), "v": ("prefill", "queued"), "msg": ("prefill", "queued"),
+        }  # fmt: skip
         with upgraded():
-            assert (await handle.result(15)).text == expected(b"from the future", 9)
+            for part, handle in handles.items():
+                assert (await handle.result(15)).text == expected(part.encode(), 9)
         with server.client() as client:
-            assert client.hget(KEYS.request(handle.id), "tries") == b"1"  # looking at it was no attempt
+            for handle in handles.values():
+                assert client.hget(KEYS.request(handle.id), "tries") == b"1"  # looking at it was no attempt
             assert client.xlen(KEYS.dead) == 0
 
 
@@ -134,37 +142,17 @@ async def test_a_newer_job_whose_client_leaves_or_whose_time_is_up_ends_without_
             await late.result(20)
 
 
-class Owners:
-    """Two workers' queues of one stage, at the level of single transitions."""
-
-    def __init__(self, server: Server) -> None:
-        self.redis = connection.command(server.url)
-        self._waiting = connection.blocking(server.url)
-
-    def queue(self, stage: str, owner: str) -> Queue:
-        return Queue(
-            *(self.redis, self._waiting), keys=KEYS, stage=stage, owner=owner, lease_seconds=0.0, max_attempts=3,
-            result_ttl=60,
-        )  # fmt: skip
-
-    async def aclose(self) -> None:
-        await self.redis.aclose()
-        await self._waiting.aclose()
-
-
 @pytest.fixture
 async def owners(any_server: Server) -> AsyncIterator[Owners]:
-    made = Owners(any_server)
-    yield made
-    await made.aclose()
+    async with Owners(any_server) as made:
+        yield made
     with any_server.client() as client:
         end_all(client)
 
 
 @pytest.fixture
-async def client(any_server: Server) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(RedisSettings(redis_url=any_server.url)) as made:
-        yield made
+def client(owners: Owners) -> AsyncClient:
+    return owners.client
 
 
 async def test_a_job_whose_dead_worker_wrote_newer_events_is_left_to_newer_workers(
@@ -320,15 +308,15 @@ async def test_old_and_new_processes_side_by_side(
         for stage in ("prefill", "decode"):
             old.start(stage)
         async with AsyncClient(RedisSettings(redis_url=server.url)) as client:
-            handles = [await client.submit(prompt=f"p{i}", max_tokens=8, temperature=0) for i in range(8)]
-            for handle in handles[5:]:
+            handles = [await client.submit(prompt=f"p{i}", max_tokens=8, temperature=0) for i in range(5)]
+            for handle in handles[3:]:
                 make_newer(server, handle, "v")
-            texts = [(await h.result(20)).text for h in handles[:5]]
-            assert texts == [expected(f"p{i}".encode(), 8) for i in range(5)]
-            assert {(await h.status()).state for h in handles[5:]} == {"queued"}
+            texts = [(await h.result(20)).text for h in handles[:3]]
+            assert texts == [expected(f"p{i}".encode(), 8) for i in range(3)]
+            assert {(await h.status()).state for h in handles[3:]} == {"queued"}
             monkeypatch.setenv("PYTHONPATH", str(tmp_path))
             with Programs(server, **options) as new, upgraded():
                 for stage in ("prefill", "decode"):
                     new.start(stage)
-                texts = [(await h.result(30)).text for h in handles[5:]]
-                assert texts == [expected(f"p{i}".encode(), 8) for i in range(5, 8)]
+                texts = [(await h.result(30)).text for h in handles[3:]]
+                assert texts == [expected(f"p{i}".encode(), 8) for i in range(3, 5)]

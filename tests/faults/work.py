@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 
 from pdq.client import AsyncClient, Handle
-from pdq.keys import Keys
 from tests.faults.audit import expected, not_at_rest, reply
 from tests.faults.pool import read, submit, text_of, until
 from tests.servers import Server
