@@ -45,9 +45,13 @@ class KVTransfer:
         self._codec = BlockCodec(spec.fingerprint, spec.dtype, spec.layout, spec.token_bytes)
         self._size = settings.block_size
         self._threads = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="pdq-bulk")
-        self.store = BlockStore(
-            connection.bulk(settings.blocks_url, BULK_THREADS), self._codec, block_size=self._size, ttl=settings.kv_ttl
-        )
+        self._redis = connection.bulk(settings.blocks_url, BULK_THREADS)
+        self.store = BlockStore(self._redis, self._codec, block_size=self._size, ttl=settings.kv_ttl)
+
+    def close(self) -> None:
+        """Close the connections. A call that runs meanwhile may fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._redis.close()
 
     def prefix(self, token_ids: Sequence[int], tenant: str) -> Prefix:
         return Prefix(prefix.root(self._codec.fingerprint, self._size, tenant), token_ids, self._size)

@@ -78,6 +78,7 @@ class Leases:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
+        self._redis.close()
 
     def __len__(self) -> int:
         return len(self._running)

@@ -72,6 +72,10 @@ class Stage(Protocol):
 
     def counters(self) -> Counter[str]: ...
 
+    def close(self) -> None:
+        """Let go of what is held outside this process; nothing is asked of the stage afterwards."""
+        ...
+
 
 class Worker:
     """One worker process of one stage. model: the served name, for heartbeats."""
@@ -115,6 +119,7 @@ class Worker:
                 await cancelled(tasks)
                 await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
+        stage.close()
 
     def more_room(self) -> None:
         """The stage's capacity may have grown."""
@@ -284,7 +289,7 @@ class Worker:
             for _, entries in reply or []:
                 for entry, data in entries:
                     last = entry.decode()
-                    self.leases.cancel(data[b"id"].decode())
+                    self.leases.cancel(data.get(b"id", b"").decode(errors="replace"))
 
 
 async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:

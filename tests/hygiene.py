@@ -22,7 +22,7 @@ END_TTL_MS = 60_000
 
 
 def _has_ttl(client: redis.Redis, key: str) -> str:
-    return "" if client.pttl(key) > 0 else "has no TTL"
+    return "has no TTL" if client.pttl(key) == -1 else ""
 
 
 def _is_empty(client: redis.Redis, key: str) -> str:

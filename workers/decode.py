@@ -190,6 +190,9 @@ class DecodeStage:
                     group.remove(sequence)
             self._parts.slots.close(sequence.slot)
 
+    def close(self) -> None:
+        self._parts.transfer.close()
+
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         return [self._steps(), self._writes()]
 

@@ -81,6 +81,9 @@ class PrefillStage:
             self._held = await self._parts.worker.queue.held()
         return self._held <= self._most_held
 
+    def close(self) -> None:
+        self._parts.transfer.close()
+
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         return []
 

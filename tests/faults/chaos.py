@@ -84,7 +84,12 @@ async def run(options: argparse.Namespace, pool: Pool) -> bool:
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(options.minutes * 60, over.set)
     clients = [Client(pool, account, expected, choose, lambda: chaos.gateway).run(over) for _ in range(options.clients)]
-    await asyncio.gather(chaos.run(over), *clients)
+    work = asyncio.gather(*clients)
+    await chaos.run(over)
+    while not work.done():  # what is still under way may hold a request that crashes its workers
+        await chaos.mend()
+        await asyncio.sleep(0.2)
+    await work
     with suppress(TimeoutError):
         await pool.at_rest(REST_SECONDS)
     problems = [*chaos.problems, *leaks(pool.redis)]

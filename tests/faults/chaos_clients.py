@@ -133,9 +133,8 @@ class Client:
             try:
                 if await self._read(client, asked):
                     break
-            except Unavailable as e:  # an outage; an answer that is lost for good is found by its raw reply
-                if "lost" in e.message:
-                    break
+            except Unavailable:
+                await asyncio.sleep(0.1)
             except PdqError as e:
                 if asked.may_fail is None or not isinstance(e, asked.may_fail):
                     self._account.note("lost", asked, f"{type(e).__name__}: {e}")

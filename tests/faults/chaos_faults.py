@@ -64,9 +64,9 @@ class Chaos:
             task = asyncio.create_task(self._do(fault))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await asyncio.gather(self._mend(), asyncio.sleep(self.random.uniform(0.1, 0.9)))
+            await asyncio.gather(self.mend(), asyncio.sleep(self.random.uniform(0.1, 0.9)))
         await asyncio.gather(*self._tasks)
-        await self._mend()
+        await self.mend()
 
     async def _do(self, fault: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -75,7 +75,7 @@ class Chaos:
         except (Busy, redis.RedisError):  # the next fault comes soon
             self.done["missed"] += 1
 
-    async def _mend(self) -> None:
+    async def mend(self) -> None:
         """Start anew what has crashed by itself, as an orchestrator would, and see what has come up."""
         for kind, group in self._fleet.items():
             for i, program in enumerate(group):

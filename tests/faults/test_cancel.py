@@ -172,6 +172,7 @@ async def test_a_cancel_that_comes_too_late_changes_nothing(server: Server) -> N
         assert (await handle.status()).reason == "length"
 
 
+@pytest.mark.slow  # measures haste, which needs a quiet machine
 async def test_fifty_long_prompts_whose_clients_leave_do_not_delay_the_next(server: Server) -> None:
     """Clients of the gateway close their connections; what counts is the first token of a request right after."""
     pool = Pool(

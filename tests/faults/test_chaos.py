@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,18 @@ SUMMARY = r"accepted (\d+)  ended once (\d+)  lost (\d+)  repeated (\d+)  wrong 
 def run(seconds: float, *options: str) -> tuple[int, str]:
     """Exit code and output of a chaos run, whose processes end with it."""
     words = [sys.executable, "-m", "tests.faults.chaos", "--minutes", str(seconds / 60), *options]
-    process = subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate()
-        return process.returncode, output
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    with tempfile.TemporaryFile("w+") as output:  # not a pipe: a process that is left over would hold it open
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        try:
+            code = process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return code, output.read()
 
 
 def check(code: int, output: str, least: int) -> None:

@@ -52,14 +52,14 @@ async def until(handle: Handle, stage: str, state: str, tokens: int = 0) -> None
 
 async def test_without_any_worker_its_reader_ends_a_request(any_server: Server) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"timeout": 0.6}, DEADLINE),
-        ({"queue_timeout": 0.6}, NO_WORKER),
-        ({"timeout": 0.6, "queue_timeout": 30.0}, DEADLINE),
-        ({"timeout": 30.0, "queue_timeout": 0.6}, NO_WORKER),
+        ({"timeout": 0.4}, DEADLINE),
+        ({"queue_timeout": 0.4}, NO_WORKER),
+        ({"timeout": 0.4, "queue_timeout": 30.0}, DEADLINE),
+        ({"timeout": 30.0, "queue_timeout": 0.4}, NO_WORKER),
     ]
     async with AsyncClient(RedisSettings(redis_url=any_server.url)) as client:
         submitted = [(await client.submit(prompt="hi", **options), text) for options, text in cases]
-        await asyncio.gather(*(ends(handle, text, 0.6) for handle, text in submitted))
+        await asyncio.gather(*(ends(handle, text, 0.4) for handle, text in submitted))
 
 
 async def test_requests_behind_others_end_in_time_and_cost_no_work(server: Server) -> None:
@@ -191,10 +191,10 @@ async def test_no_token_shows_after_the_deadline_but_a_complete_answer_still_cou
         prefill = owners.queue("prefill", "p")
         await prefill.make_groups()
         for complete in (False, True):
-            handle = await owners.client.submit(prompt="hi", timeout=0.3)
+            handle = await owners.client.submit(prompt="hi")
             job = await owners.take(prefill)
             assert await prefill.write([(job, Event(0, (7,), "a"))]) == ["ok"]
-            await asyncio.sleep(0.35)
+            await owners.redis.hset(owners.keys.request(job.id), "deadline", 1)
             assert await prefill.write([(job, Event(1, (8,), "b"))]) == ["expired"]
             if complete:
                 assert await prefill.write([(job, Event(1, (8,), "b", "stop", Usage(1, 2)))]) == ["ok"]

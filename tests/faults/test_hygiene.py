@@ -183,6 +183,7 @@ async def consumers(clients: tuple[connection.AsyncRedis, connection.AsyncRedis]
     return max([len(await clients[0].xinfo_consumers(KEYS.prefill(lane), GROUP)) for lane in LANES])
 
 
+@pytest.mark.parametrize("any_server", ["valkey9", "redis6"], indirect=True)
 async def test_two_hundred_killed_workers_leave_few_consumers_and_no_work_behind(
     any_server: Server, clients: tuple[connection.AsyncRedis, connection.AsyncRedis]
 ) -> None:

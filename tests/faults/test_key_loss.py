@@ -117,20 +117,25 @@ async def test_blocks_evicted_from_a_full_redis_are_made_again(server: Server, m
         async with LocalPool(server, decode=0) as pool:
             handle = await submit(pool.client, prompt, 10)
             await until(lambda: direct.hget(KEYS.request(handle.id), "stage") == b"decode")
-            direct.config_set("maxmemory-policy", "volatile-lru")
-            direct.config_set("maxmemory", direct.info("memory")["used_memory"] + 100_000)
-            try:
-                junk = 0
-                while list(direct.scan_iter("pdq:kv:*")):
-                    junk += 1
-                    direct.set(f"junk:{junk}", b"x" * 1000, px=60_000)
-                direct.delete(*direct.scan_iter("junk:*"))
-                decode = pool.add("decode")
-                assert await text(handle) == expected(prompt.encode(), 10)
-            finally:
-                direct.config_set("maxmemory", 0)
-                direct.config_set("maxmemory-policy", "noeviction")
+            evict(direct, "pdq:kv:*")
+            decode = pool.add("decode")
+            assert await text(handle) == expected(prompt.encode(), 10)
             assert decode.stage.counters()["kv_requeued"] == 1
+
+
+def evict(direct: redis.Redis, pattern: str) -> None:
+    """Fill Redis until its volatile-lru policy has removed all keys of `pattern`."""
+    direct.config_set("maxmemory-policy", "volatile-lru")
+    direct.config_set("maxmemory", direct.info("memory")["used_memory"] + 100_000)
+    try:
+        junk = 0
+        while list(direct.scan_iter(pattern)):
+            junk += 1
+            direct.set(f"junk:{junk}", b"x" * 1000, px=60_000)
+    finally:
+        direct.config_set("maxmemory", 0)
+        direct.config_set("maxmemory-policy", "noeviction")
+        direct.delete(*direct.scan_iter("junk:*"))
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random", "volatile-ttl", "volatile-lru", "noeviction"])

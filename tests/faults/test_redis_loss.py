@@ -42,14 +42,13 @@ class Pool:
     client: AsyncClient
     workers: list[Program]
 
-    def restart(self, number: signal.Signals, *, keep: bool, down: float = 0.0) -> None:
+    def restart(self, number: signal.Signals, *, keep: bool) -> None:
         process = self.server._process
         assert process is not None
         process.send_signal(number)
         process.wait()
         if not keep:
             shutil.rmtree(self.server.folder / "appendonlydir")
-        time.sleep(down)
         self.server.start()
 
 
@@ -106,9 +105,11 @@ async def test_a_redis_that_forgot_everything_is_told_to_every_reader_soon(pool:
 async def test_twenty_killed_connections_in_a_row_stop_nobody_from_consuming(pool: Pool) -> None:
     readers = reading(await begin(pool.client))
     with pool.server.client() as direct:
+        killed = 0
         for _ in range(20):
-            assert direct.execute_command("CLIENT KILL TYPE normal") > 0
+            killed += direct.execute_command("CLIENT KILL TYPE normal")
             await asyncio.sleep(0.05)
+        assert killed > 40
     assert await texts(readers) == RIGHT
 
 
@@ -151,17 +152,19 @@ async def test_a_pause_longer_than_the_lease_costs_no_accepted_request(pool: Poo
     assert await texts(readers) == RIGHT
 
 
+@pytest.mark.slow  # measures haste, which needs a quiet machine
 async def test_an_absent_redis_is_waited_for_without_haste_and_told_to_readers_in_the_end(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdq.replies.OUTAGE_SECONDS", 1.0)
     readers = reading(await begin(pool.client))
-    before = pool.proxy.accepted
-    await asyncio.to_thread(pool.restart, signal.SIGKILL, keep=True, down=1.5)
-    assert pool.proxy.accepted - before < 200
+    down, before = time.monotonic(), pool.proxy.accepted
+    pool.server.kill()
     for reader in readers.values():
         with pytest.raises(Unavailable, match="been away for 1 s"):
             await reader
+    assert pool.proxy.accepted - before < 100 * (time.monotonic() - down)
+    await asyncio.to_thread(pool.server.start)
     await healed(pool.server, pool.client)
     readers = reading(await begin(pool.client))
     await asyncio.to_thread(pool.restart, signal.SIGKILL, keep=True)  # the long outage does not count any more

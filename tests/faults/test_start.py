@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pdq import connection
 from pdq.client import AsyncClient
 from pdq.config import RedisSettings
+from pdq.errors import ConfigError
 from pdq.keys import Keys
 from tests.faults.programs import Program, Programs
 from tests.servers import Server, free_port
@@ -38,20 +40,12 @@ def ends_with_the_sentence(program: Program, policy: str) -> None:
     assert not any("Traceback" in line or "exception" in line for line in lines)
 
 
-def test_workers_and_gateway_refuse_a_redis_that_may_evict_requests(unsafe: Server) -> None:
-    for policy in ("allkeys-lru", "allkeys-random"):
-        with unsafe.client() as client:
-            client.config_set("maxmemory-policy", policy)
-        with Programs(unsafe, **OPTIONS) as programs:
-            for program in [programs.start(kind) for kind in KINDS]:
-                ends_with_the_sentence(program, policy)
-
-
-def test_a_policy_that_spares_requests_is_fine(unsafe: Server) -> None:
-    with unsafe.client() as client:
-        client.config_set("maxmemory-policy", "volatile-lru")
+def test_workers_and_gateway_refuse_a_redis_that_may_evict_requests_and_leave_nothing(unsafe: Server) -> None:
     with Programs(unsafe, **OPTIONS) as programs:
-        programs.wait(*(programs.start(kind) for kind in KINDS))
+        for program in [programs.start(kind) for kind in KINDS]:
+            ends_with_the_sentence(program, "allkeys-lru")
+    with unsafe.client() as client:
+        assert not list(client.scan_iter(Keys("default").worker("*")))
 
 
 @pytest.mark.leaves_keys("the request that nobody may take")
@@ -101,9 +95,14 @@ def test_pdq_serve_passes_the_sentence_on(unsafe: Server, tmp_path: Path) -> Non
     assert done.stderr.splitlines()[-1] == f"error: {SENTENCE.format('allkeys-lru')}"
 
 
-def test_nothing_is_left_of_a_refused_start(unsafe: Server) -> None:
-    with Programs(unsafe, **OPTIONS) as programs:
-        for program in [programs.start(kind) for kind in KINDS]:
-            program.wait(30)
-    with unsafe.client() as client:
-        assert not [k for k in client.scan_iter() if Keys("default").worker("") in k.decode()]
+async def test_which_policies_are_refused(unsafe: Server) -> None:
+    client = connection.command(unsafe.url, 1)
+    for policy in ("noeviction", "volatile-lru", "volatile-lfu"):
+        await client.config_set("maxmemory-policy", policy)
+        await connection.check_server(client, "queue")
+    for policy in ("allkeys-lru", "allkeys-lfu", "allkeys-random"):
+        await client.config_set("maxmemory-policy", policy)
+        with pytest.raises(ConfigError, match=f"maxmemory-policy {policy} may evict queued requests"):
+            await connection.check_server(client, "queue")
+        await connection.check_server(client, "kv")  # blocks are there to be evicted
+    await client.aclose()
