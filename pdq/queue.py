@@ -231,8 +231,15 @@ class Queue:
         return int(held)
 
     async def held(self) -> int:
-        """KV tokens that were handed over and wait for a decode worker."""
-        return int(await self._redis.hget(self.keys.load, "held") or 0)
+        """KV tokens that were handed over and wait for a decode worker.
+
+        None with an empty stream, whatever the sum says: requests whose keys were lost are never taken off it.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hget(self.keys.load, "held")
+        pipe.xlen(self.keys.decode)
+        held, waiting = await pipe.execute()
+        return int(held or 0) if waiting else 0
 
     async def end(self, job: Job, error: PdqError) -> None:
         """End the request with an error that no retry would change. Raises LostLease."""

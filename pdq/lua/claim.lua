@@ -8,6 +8,7 @@ if #pending == 0 or pending[1][2] ~= ARGV[4] then return {'lost'} end
 local f = redis.call('HMGET', KEYS[1], 'stage', 'entry', 'cancel', 'deadline', 'queue_deadline', 'tries', 'attempt', 'v')
 if f[1] ~= ARGV[6] or f[2] ~= ARGV[3] then
   leave(KEYS[3], ARGV[2], ARGV[3])
+  if not f[1] then redis.call('PEXPIRE', KEYS[2], ARGV[9]) end -- the request was lost: nobody else ends its replies
   return {'gone'}
 end
 if tonumber(f[8]) > tonumber(ARGV[1]) then

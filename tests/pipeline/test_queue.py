@@ -403,6 +403,22 @@ async def test_a_damaged_message_fails_its_request_and_harms_no_other(pool: Pool
     await pool.redis.delete(pool.keys.dead)
 
 
+async def test_a_request_lost_between_the_stages_leaves_no_back_pressure_and_no_endless_replies(pool: Pool) -> None:
+    prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
+    handle = await pool.client.submit(prompt="hi")
+    job = await pool.take(prefill)
+    await prefill.write([(job, Event(0, (7,), "a"))])
+    await prefill.hand_off(job, handoff())
+    assert await prefill.held() == 3
+    await pool.redis.delete(pool.keys.request(handle.id))
+    await decode.make_groups()
+    (entry,) = await decode.read(1, 1)
+    assert await decode.claim(entry) is None
+    assert await prefill.held() == 0
+    assert 0 < await pool.redis.pttl(pool.keys.out(handle.id)) <= 60_000
+    await pool.redis.delete(pool.keys.load)  # the sum goes with the next handoff into the empty stream
+
+
 async def test_the_end_of_a_request_is_read_from_any_position(pool: Pool) -> None:
     prefill = pool.queue("prefill", "p1")
     handle = await pool.client.submit(prompt="hi")
