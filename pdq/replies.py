@@ -172,12 +172,12 @@ class ReplyHub:
 
     def _on_outage(self, error: Exception, due: float) -> None:
         """due: when an answer should have come at the latest; a silent Redis is away since then."""
-        now, self.away = time.monotonic(), True
+        now, self.away, why = time.monotonic(), True, str(error) or "no answer"
         if self._outage is None:
             self._outage = min(now, due)
-            log.warning("Redis does not answer the reply reader: %s", error)
+            log.warning("Redis does not answer the reply reader: %s", why)
         if now - self._outage >= OUTAGE_SECONDS:
-            self._end_all(Unavailable(f"Redis has been away for {OUTAGE_SECONDS:g} s: {error}", retry_after=5.0))
+            self._end_all(Unavailable(f"Redis has been away for {OUTAGE_SECONDS:g} s: {why}", retry_after=5.0))
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """Nobody is left waiting for a reader that a bug has ended; the next subscription starts another."""

@@ -19,7 +19,7 @@ from pdq.connection import RedisError
 from pdq.errors import ModelNotFound, Unavailable
 from pdq.gateway.errors import ModelLoading
 from pdq.gateway.offload import Offload
-from pdq.gateway.pool import PoolView
+from pdq.gateway.pool import PoolView, Snapshot
 from pdq.gateway.queue_redis import QueueRedis
 from pdq.text import Tokenizer
 
@@ -117,10 +117,16 @@ class Gateway:
             )
         return self.model
 
-    @property
-    def safe(self) -> bool:
-        """Is the queue's Redis known to keep what is queued?"""
-        return self.redis is None or self.redis.safe
+    async def look(self, name: str | None = None) -> Snapshot:
+        """The live workers of the model `name`. Raises ModelLoading, ModelNotFound, and Unavailable without Redis."""
+        served = self.served(name)
+        self._require_safe_redis()
+        return await self.pool.look(served.name)
+
+    def _require_safe_redis(self) -> None:
+        """Nothing is queued in a Redis that may evict it: one that has not been looked at counts as away."""
+        if self.redis is not None and not self.redis.safe:
+            raise Unavailable("Redis has not answered yet", retry_after=2.0)
 
     async def wait_estimate(self) -> float | None:
         """Seconds until prefill has done what is queued now; None when that cannot be told."""
@@ -138,8 +144,7 @@ class Gateway:
         Workers may have been started with less than the model's own. Raises ModelNotFound, NoWorker, Unavailable.
         """
         served = self.served(name)
-        if not self.safe:
-            raise Unavailable("Redis has not answered yet", retry_after=2.0)
+        self._require_safe_redis()
         snapshot = await self.pool.serving(served.name)
         return min(served.max_model_len, snapshot.max_model_len or served.max_model_len)
 

@@ -115,7 +115,7 @@ async def _load(gateway: Gateway, load: Callable[[GatewaySettings], Served]) -> 
 
 async def _check(gateway: Gateway) -> None:
     """See whether the queue's Redis is safe, as soon as it answers. Raises ConfigError if it is not."""
-    while not gateway.safe and gateway.redis is not None:
+    while gateway.redis is not None and not gateway.redis.safe:
         try:
             await gateway.redis.check()
         except RedisError as e:

@@ -25,11 +25,9 @@ async def ready(request: web.Request) -> web.Response:
         missing = ["draining"]
     elif gateway.model is None:
         missing = ["model"]
-    elif not gateway.safe:
-        missing = ["redis"]
     else:
         try:
-            snapshot = await gateway.pool.look(gateway.model.name)
+            snapshot = await gateway.look()
             missing = snapshot.missing
         except Unavailable:
             missing = ["redis"]
@@ -46,17 +44,17 @@ async def ready(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     """The pool's model if any live worker serves it."""
     gateway = request.app[GATEWAY]
-    snapshot = await gateway.pool.look(gateway.served().name)
+    snapshot = await gateway.look()
     models = [] if snapshot.max_model_len is None else [_model(gateway, snapshot.max_model_len)]
     return json_response({"object": "list", "data": models})
 
 
 async def get_model(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
-    served = gateway.served(request.match_info["id"])
-    snapshot = await gateway.pool.look(served.name)
+    name = request.match_info["id"]
+    snapshot = await gateway.look(name)
     if snapshot.max_model_len is None:
-        raise NoWorker(f"No live worker serves {served.name!r}.")
+        raise NoWorker(f"No live worker serves {name!r}.")
     return json_response(_model(gateway, snapshot.max_model_len))
 
 
