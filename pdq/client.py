@@ -232,7 +232,10 @@ class AsyncClient:
         return Handle(self, request.id, timeout=timeout)
 
     async def _submit(self, request: Request, *, fresh_seed: bool) -> None:
-        data = encode(request)
+        try:
+            data = encode(request)
+        except BadMessage as e:  # too large to be queued
+            raise InvalidRequest(str(e), param=_prompt_field(request)) from e
         # A seed drawn here differs between two submits of one request; it is no part of what makes them the same.
         same = encode(_unseeded(request)) if fresh_seed else data
         lanes = [self.keys.prefill(lane) for lane in LANES]
@@ -339,6 +342,10 @@ def _unseeded(request: Request) -> Request:
     values = {f.name: getattr(request, f.name) for f in fields(Request)}
     chosen = {f.name: getattr(request.sampling, f.name) for f in fields(SamplingParams)} | {"seed": 0}
     return Request(**values | {"sampling": SamplingParams(**chosen)})
+
+
+def _prompt_field(request: Request) -> str:
+    return next(name for name in ("token_ids", "messages", "prompt") if getattr(request, name) is not None)
 
 
 def _cost(request: Request) -> int:

@@ -11,6 +11,7 @@ XREADGROUP is not retried (see queue.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -18,9 +19,12 @@ import redis
 import redis.asyncio as aredis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from pdq.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 AsyncRedis = aredis.Redis
 SyncRedis = redis.Redis
@@ -127,7 +131,11 @@ async def check_server(client: AsyncRedis, role: str) -> None:
 
     Raises ConfigError, RedisError.
     """
-    memory = await client.info("memory")
+    try:
+        memory = await client.info("memory")
+    except NoPermissionError as e:
+        log.warning("the eviction policy of Redis cannot be seen, it must not be allkeys-*: %s", e)
+        return
     policy = str(memory.get("maxmemory_policy", "noeviction"))
     if role == "queue" and (policy.startswith("allkeys") or policy == "volatile-ttl"):
         victims = "heartbeats and results first" if policy == "volatile-ttl" else "queued requests"

@@ -18,6 +18,7 @@ from pdq import keys
 from pdq.blocks import BlockCodec, KVMiss
 from pdq.connection import SyncRedis
 
+CLOCK_SECONDS = 60.0
 BATCH_BYTES = 8 << 20  # of one MGET or one pipeline of SETs: more would hold up the server's other clients
 
 
@@ -32,6 +33,7 @@ class BlockStore:
         self._ttl_ms = int(ttl * 1000)
         self._per_batch = max(BATCH_BYTES // (block_size * codec.token_bytes), 1)
         self._lock = threading.Lock()
+        self._clock = (0, 0.0)  # Redis' milliseconds ahead of ours, and until when that is taken to hold
         self.counters: Counter[str] = Counter()
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
@@ -81,8 +83,18 @@ class BlockStore:
             self.count(bytes_out=sum(len(value) for _, value in batch))
             self._index([block_hash for block_hash, _ in batch])
 
+    def _now_ms(self) -> int:
+        """By the clock of Redis, which is asked once a minute: workers of one pool need not agree on the time."""
+        ahead, until = self._clock
+        if time.monotonic() >= until:
+            seconds, microseconds = self._redis.time()
+            local = time.monotonic()
+            ahead = seconds * 1000 + microseconds // 1000 - int(local * 1000)
+            self._clock = (ahead, local + CLOCK_SECONDS)
+        return int(time.monotonic() * 1000) + ahead
+
     def _index(self, hashes: Sequence[bytes]) -> None:
-        now = int(time.time() * 1000)
+        now = self._now_ms()
         pipe = self._redis.pipeline(transaction=False)
         pipe.zadd(self._keys.index, dict.fromkeys(hashes, now))
         # A block unused for a TTL has expired: its line goes, so that the index cannot outgrow the blocks.
@@ -96,7 +108,7 @@ class BlockStore:
         pipe = self._redis.pipeline(transaction=False)
         for block_hash in hashes:
             pipe.pexpire(self._keys.block(block_hash), self._ttl_ms)
-        pipe.zadd(self._keys.index, dict.fromkeys(hashes, int(time.time() * 1000)))
+        pipe.zadd(self._keys.index, dict.fromkeys(hashes, self._now_ms()))
         pipe.execute(raise_on_error=False)  # a Redis that is full or read-only has still given the blocks
 
     def put_tail(self, key: str, value: memoryview, ttl: float) -> None:

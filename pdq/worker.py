@@ -186,17 +186,23 @@ class Worker:
             try:
                 if not await stage.ready():
                     continue
-                for entry in await self._entries(free):
-                    job = await self.queue.claim(entry)
-                    if job is not None:
-                        self._start(stage, job)
+                await self._take(stage, free)
                 delay = 0.1
             except RedisError as e:
                 log.warning("%s: Redis does not answer: %s", self.name, e)
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, 2.0)
 
-    async def _entries(self, free: int) -> list[Entry]:
+    async def _take(self, stage: Stage, free: int) -> None:
+        reclaimed = await self._reclaim(free)
+        for entry in reclaimed or await self.queue.read(free, READ_SECONDS):
+            job = await self.queue.claim(entry)
+            if job is not None:
+                self._start(stage, job)
+                if reclaimed:
+                    self._next_reclaim = 0.0  # there may be more, left by many or by one too old for them
+
+    async def _reclaim(self, free: int) -> list[Entry]:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
@@ -208,7 +214,7 @@ class Worker:
                 log.info("%s: took over %d entries of silent workers", self.name, len(found))
                 self.counters["reclaimed"] += len(found)
                 return found
-        return await self.queue.read(free, READ_SECONDS)
+        return []
 
     def _start(self, stage: Stage, job: Job) -> None:
         running = self.leases.add(job)

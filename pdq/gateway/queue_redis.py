@@ -5,10 +5,7 @@ One connection of its own. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
-
-from redis.exceptions import NoPermissionError
 
 from pdq import connection
 from pdq.keys import Keys
@@ -16,8 +13,6 @@ from pdq.queue import queued_tokens
 
 if TYPE_CHECKING:
     from pdq.config import RedisSettings
-
-log = logging.getLogger(__name__)
 
 
 class QueueRedis:
@@ -30,10 +25,7 @@ class QueueRedis:
 
     async def check(self) -> None:
         """Raises ConfigError if the server may evict requests, RedisError while it does not answer."""
-        try:
-            await connection.check_server(self._redis, "queue")
-        except NoPermissionError as e:
-            log.warning("the eviction policy of Redis cannot be seen, it must not be allkeys-*: %s", e)
+        await connection.check_server(self._redis, "queue")
         self.safe = True
 
     async def queued_tokens(self) -> int:

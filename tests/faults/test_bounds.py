@@ -15,7 +15,7 @@ import redis
 
 from pdq import connection, messages
 from pdq.client import Handle
-from pdq.errors import LostLease, QueueFull, RequestCancelled, RequestFailed
+from pdq.errors import InvalidRequest, LostLease, QueueFull, RequestCancelled, RequestFailed
 from pdq.keys import GROUP, Keys
 from pdq.messages import Event, Handoff, Request, SamplingParams, Usage, encode
 from pdq.queue import Job, Queue, renew
@@ -211,6 +211,17 @@ async def test_a_refusal_is_quick(owners: Owners) -> None:
             await owners.client.submit(prompt="hi")
         took.append(time.perf_counter() - started)
     assert sorted(took)[94] < 0.15
+
+
+@pytest.mark.parametrize("any_server", ["valkey9"], indirect=True)
+async def test_a_message_over_the_size_limit_is_the_clients_mistake(
+    owners: Owners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="over the limit of 1000"):
+        await owners.client.submit(prompt="x" * 1000)
+    assert await owners.redis.keys("*") == []
+    await owners.client.submit(prompt="x" * 100)
 
 
 async def test_prefill_pauses_while_decode_has_more_kv_to_take_than_the_limit(server: Server) -> None:

@@ -78,9 +78,10 @@ def test_where_info_is_not_permitted_there_is_a_warning_and_work_goes_on(server:
     url = server.url.replace("//", "//limited:secret@")
     try:
         with Programs(server, **OPTIONS, redis_url=url) as programs:
-            gateway = programs.start("gateway")
-            programs.wait(gateway)
-            assert " W the eviction policy of Redis cannot be seen" in gateway.log.read_text()
+            running = [programs.start(kind) for kind in KINDS]
+            programs.wait(*running)
+            for program in running:
+                assert " W the eviction policy of Redis cannot be seen" in program.log.read_text()
     finally:
         with server.client() as client:
             client.acl_deluser("limited")

@@ -125,6 +125,23 @@ async def test_newer_jobs_are_left_alone_without_a_hot_loop_until_a_newer_worker
             assert client.xlen(KEYS.dead) == 0
 
 
+async def test_what_old_workers_have_left_in_their_lists_is_taken_as_fast_as_anything_else(server: Server) -> None:
+    async with Owners(server) as owners:
+        old = owners.queue("prefill", "old")
+        await old.make_groups()
+        handles = [await owners.client.submit(prompt=f"no {i}", max_tokens=3, temperature=0) for i in range(30)]
+        for handle in handles:
+            make_newer(server, handle, "v")
+        for _ in handles:
+            assert await old.claim(*await old.read(1, 1)) is None
+        with upgraded():
+            async with LocalPool(server, lease_seconds=0.5):
+                started = time.monotonic()
+                texts = [(await h.result(30)).text for h in handles]
+                assert texts == [expected(f"no {i}".encode(), 3) for i in range(30)]
+                assert time.monotonic() - started < 3  # and not at one look of an eighth of a second each
+
+
 async def test_a_newer_job_whose_client_leaves_or_whose_time_is_up_ends_without_a_newer_worker(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,19 @@ def test_a_damaged_block_is_a_counted_miss(store: BlockStore, redis: connection.
     assert sum(n for name, n in store.counters.items() if name.startswith("miss_")) == 1
 
 
+@pytest.mark.parametrize("any_server", ["valkey9"], indirect=True)
+def test_workers_whose_clocks_disagree_do_not_throw_out_each_others_blocks(
+    redis: connection.SyncRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = time.time
+    for n, skew in enumerate((0, 7200, -7200)):
+        monkeypatch.setattr(time, "time", lambda skew=skew: true() + skew)
+        store = BlockStore(redis, CODEC, block_size=SIZE, ttl=3600)
+        store.put([(HASHES[n], value(n))])
+        assert store.longest_prefix(HASHES) == n + 1
+        assert len(store.get(HASHES)) == n + 1
+
+
 def test_every_key_has_a_ttl_and_reading_renews_it(store: BlockStore, redis: connection.SyncRedis) -> None:
     store.put([(HASHES[0], value(0))])
     assert 0 < redis.pttl(KEYS.index) <= 120_000
