@@ -122,8 +122,14 @@ class KVTransfer:
             await self._run(lambda: self.store.drop_tail(key))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        done = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(done)
-        finally:  # whoever gives up closes the slot, which a thread must not be filling then
-            await asyncio.wait([done])
+        return await in_thread(self._threads, work)
+
+
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Do work on a slot in a thread. A cancel is raised after its end: whoever gives up closes the slot."""
+    done = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait([done])
+        raise

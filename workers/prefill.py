@@ -23,7 +23,7 @@ from pdq.connection import RedisError
 from pdq.engine.base import Segment, Slot
 from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from pdq.generation import Generation, max_new_tokens
-from pdq.kv_transfer import Prefix
+from pdq.kv_transfer import Prefix, in_thread
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request, SamplingParams, Timings, Usage
 from pdq.program import Parts, run_program
@@ -204,11 +204,7 @@ class PrefillStage:
         self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
 
     async def _on_engine(self, call: partial[T]) -> T:
-        done = asyncio.get_running_loop().run_in_executor(self._parts.compute, call)
-        try:
-            return await asyncio.shield(done)
-        finally:  # whoever gives up does so after the call, since then the slot is closed
-            await asyncio.wait([done])
+        return await in_thread(self._parts.compute, call)
 
 
 def main() -> None:
