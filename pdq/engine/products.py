@@ -23,7 +23,7 @@ from torch.nn import functional
 PADDING = 64
 _SCORE_BYTES = 8 << 20  # of one block of rows: fits in the cache of a CPU, and bounds memory for long contexts
 _ROW_STEP = 64
-_FEWEST_ROWS = 8
+_FEWEST_ROWS = 64
 _FEWEST_KEYS = 96 * 1024  # numbers in K: with fewer, the fixed costs of three operations outweigh the gain
 
 

@@ -60,7 +60,7 @@ class TorchEngine:
         self._device = model.device
         self._threads = threads
         self._set_threads()
-        self._choice = products.Choice()  # the products gave wrong text after a cached prefix: not used until mended
+        self._choice = products.trial(model.dtype) if model.device.type == "cpu" else products.Choice()
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self._cache_name = cache_argument(model)

@@ -52,6 +52,17 @@ def test_products_give_what_generate_gives(arch: Archs, forced: Callable[[str], 
     assert decode_together(there, handoffs, 8, 1) == [it.expected(length, 8) for length in lengths]
 
 
+def test_the_kernels_are_the_ones_that_ran(
+    forced: Callable[[str], TorchEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    for name in ("single", "chunk"):
+        stock = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *a, stock=stock, name=name, **k: used.append(name) or stock(*a, **k))
+    prefill(forced("llama"), [1, 2, 3, 4, 5], 4)
+    assert used == ["chunk", "chunk", "single", "single"]  # two layers each
+
+
 def test_products_reach_the_last_token_of_a_context(forced: Callable[[str], TorchEngine]) -> None:
     it = forced("llama")
     ids = [(i * 7) % 101 for i in range(CONTEXT)]
