@@ -6,7 +6,7 @@
     {pdq:P}:out:<id>          stream  its reply events                        TTL from the terminal event on
     {pdq:P}:load              hash    sums over all requests (see lua/common)  one per pool
     {pdq:P}:dead              stream  dead letters                            trimmed to DEAD_LETTERS
-    {pdq:P}:cancels           stream  ids of cancelled running requests       trimmed to CANCELS
+    {pdq:P}:cancels           stream  ids of cancelled requests (lua/cancel)  trimmed to CANCELS
     {pdq:P}:workers           zset    worker name -> last heartbeat, ms       stale members removed by heartbeats
     {pdq:P}:worker:<name>     string  WorkerInfo                              TTL, renewed by heartbeats
     {pdq:P}:wake:<reader>     stream  wakes one reply reader                  one entry, TTL

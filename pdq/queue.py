@@ -225,7 +225,9 @@ class Queue:
         Raises LostLease, RequestCancelled.
         """
         keys = [self.keys.request(job.id), job.stream, self.keys.decode, self.keys.load]
-        call = scripts.handoff(keys, *job.fence(), job.id, encode(handoff), handoff.kv_length, VERSION)
+        call = scripts.handoff(
+            keys, *job.fence(), job.id, encode(handoff), handoff.kv_length, VERSION, handoff.tail_key
+        )
         verdict, held = await call.run(self._redis)
         _check(_text(verdict))
         return int(held)

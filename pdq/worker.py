@@ -62,6 +62,10 @@ class Stage(Protocol):
         """The worker has ended the request in this stage: drop what was kept for it alone. Best effort."""
         ...
 
+    async def drop_tail(self, key: str) -> None:
+        """Delete a tail that nobody will want again. Best effort: it has a TTL."""
+        ...
+
     async def ready(self) -> bool:
         """May another job be claimed now (back-pressure)? Takes a moment if not. Raises RedisError."""
         ...
@@ -106,7 +110,7 @@ class Worker:
     async def run(self, stage: Stage) -> None:
         """Work until told to stop; then drain. Raises what ended one of the stage's loops."""
         self._listen_to_signals()
-        loops = (self._claims(stage), self._beats(stage), self._cancels(), self._draining.wait(), *stage.loops())
+        loops = (self._claims(stage), self._beats(stage), self._cancels(stage), self._draining.wait(), *stage.loops())
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(loop) for loop in loops]
         with self.leases:
             try:
@@ -281,8 +285,11 @@ class Worker:
             return "draining"
         return "stalled" if self.leases.stalled else "ready"
 
-    async def _cancels(self) -> None:
-        """Follow the stream of cancelled ids, so that a cancel is heard before the next lease renewal."""
+    async def _cancels(self, stage: Stage) -> None:
+        """Follow the stream of cancelled ids, so that a cancel is heard before the next lease renewal.
+
+        It also names the tails of those that were cancelled between the stages, where no worker had them.
+        """
         last = "$"
         while True:
             try:
@@ -292,10 +299,13 @@ class Worker:
             except RedisError:
                 await asyncio.sleep(1.0)  # the flag in the request is the truth; renewals see it
                 continue
-            for _, entries in reply or []:
-                for entry, data in entries:
-                    last = entry.decode()
-                    self.leases.cancel(data.get(b"id", b"").decode(errors="replace"))
+            found = [entry for _, entries in reply or [] for entry in entries]
+            for entry, data in found:
+                last = entry.decode()
+                self.leases.cancel(data.get(b"id", b"").decode(errors="replace"))
+            for _, data in found:  # only now: a hint does not wait for the Redis of the blocks
+                if tail := data.get(b"tail"):
+                    await stage.drop_tail(tail.decode(errors="replace"))
 
 
 async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:

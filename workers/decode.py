@@ -136,8 +136,11 @@ class DecodeStage:
 
     async def ended(self, job: Job) -> None:
         if job.handoff is not None:
-            with suppress(RedisError):
-                await self._parts.transfer.drop_tail(job.handoff.tail_key)
+            await self.drop_tail(job.handoff.tail_key)
+
+    async def drop_tail(self, key: str) -> None:
+        with suppress(RedisError):
+            await self._parts.transfer.drop_tail(key)
 
     def _check_model(self, handoff: Handoff) -> None:
         spec = self._parts.engine.spec

@@ -88,8 +88,11 @@ class PrefillStage:
         return []
 
     async def ended(self, job: Job) -> None:
+        await self.drop_tail(keys.tail(job.id, job.attempt))
+
+    async def drop_tail(self, key: str) -> None:
         with suppress(RedisError):
-            await self._parts.transfer.drop_tail(keys.tail(job.id, job.attempt))
+            await self._parts.transfer.drop_tail(key)
 
     def counters(self) -> Counter[str]:
         return self._counters + self._parts.transfer.store.counters

@@ -1,6 +1,6 @@
 -- KEYS req, out, load, cancels, stream of each lane..., decode stream   ARGV group, id, event, ttl, cancels kept, lanes...
 even_at_maxmemory(KEYS[1])
-local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'lane', 'entry')
+local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'lane', 'entry', 'tail')
 if not f[1] then return 'unknown' end
 if f[2] == 'done' then return 'done' end
 if f[2] == 'running' then
@@ -15,5 +15,8 @@ if f[1] == 'prefill' then
   end
 end
 leave(stream, ARGV[1], f[4])
+if f[1] == 'decode' and f[5] and f[5] ~= '' then -- nobody will load it, and it may be on another Redis: workers drop it
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2], 'tail', f[5])
+end
 finish(KEYS[1], KEYS[2], KEYS[3], ARGV[3], 'cancelled', ARGV[4])
 return 'cancelled'

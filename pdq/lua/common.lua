@@ -3,6 +3,7 @@
 --   deadline, queue_deadline (ms; 0: none)
 --   stage (prefill, decode, done), state (queued, running, done), entry (id in the stage's stream)
 --   attempt (fencing number, rises at every claim), owner, tries (claims in this stage), requeues
+--   tail (key of the handoff's partial block, '' if there is none)
 --   pos (tokens visible in the reply stream), cancel, handoff, held (KV tokens handed over, not yet claimed), reason
 --   t_submit, t_prefill, t_handoff, t_decode, t_end (ms)
 -- and of the pool's load hash:
@@ -54,7 +55,7 @@ end
 
 -- The terminal event. 1-0 is above every token position, so Redis itself refuses a second one and all later tokens.
 local function finish(req, out, load, event, reason, ttl)
-  redis.call('HDEL', req, 'msg', 'handoff')
+  redis.call('HDEL', req, 'msg', 'handoff', 'tail')
   local f = redis.call('HMGET', req, 'stage', 'cost')
   if f[1] == 'prefill' then less(load, 'queued', f[2] or 0) end
   take_held(req, load)

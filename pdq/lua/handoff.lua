@@ -1,4 +1,5 @@
--- KEYS req, prefill stream, decode stream, load   ARGV attempt, owner, group, entry, id, handoff, kv tokens, version
+-- KEYS req, prefill stream, decode stream, load   ARGV attempt, owner, group, entry, id, handoff, kv tokens, version,
+--   tail key
 -- Returns the verdict and the KV tokens that wait for decode now.
 even_at_maxmemory(KEYS[1])
 local f = redis.call('HMGET', KEYS[1], 'attempt', 'stage', 'cancel', 'cost')
@@ -8,7 +9,7 @@ if f[3] then return {'cancel', 0} end
 if redis.call('XLEN', KEYS[3]) == 0 then redis.call('HDEL', KEYS[4], 'held') end
 local entry = redis.call('XADD', KEYS[3], '*', 'id', ARGV[5])
 redis.call('HSET', KEYS[1], 'stage', 'decode', 'state', 'queued', 'entry', entry, 'owner', '', 'tries', 0,
-  'v', ARGV[8], 'handoff', ARGV[6], 'held', ARGV[7], 't_handoff', now())
+  'v', ARGV[8], 'handoff', ARGV[6], 'held', ARGV[7], 'tail', ARGV[9], 't_handoff', now())
 less(KEYS[4], 'queued', f[4] or 0)
 leave(KEYS[2], ARGV[3], ARGV[4])
 return {'ok', redis.call('HINCRBY', KEYS[4], 'held', ARGV[7])}

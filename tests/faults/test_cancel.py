@@ -71,12 +71,12 @@ class Watch:
         assert (await self.handle.status()).reason == "cancelled"
 
 
-async def freed(pool: LocalPool, server: Server, *, tail_kept: bool = False) -> None:
+async def freed(pool: LocalPool, server: Server) -> None:
     """All engines are empty, and Redis holds nothing of the request but its reply."""
     with server.client() as client:
         await until(lambda: all(e.can_open(MEMORY // 8) for e in pool.engines))
         await until(lambda: not leaks(client), 10, lambda: leaks(client))
-        await until(lambda: tail_kept or not client.keys("pdq:tail:*"))
+        await until(lambda: not client.keys("pdq:tail:*"))
 
 
 async def test_cancelled_while_queued(server: Server) -> None:
@@ -122,7 +122,7 @@ async def test_cancelled_between_the_stages(server: Server) -> None:
         await watch.at("decode", "queued")
         await watch.cancelled()
         worker = pool.add("decode")
-        await freed(pool, server, tail_kept=True)
+        await freed(pool, server)
         assert worker.engine.forwards == 0
 
 

@@ -94,8 +94,8 @@ async def pool(any_server: Server) -> AsyncIterator[Pool]:
         end_all(client)
 
 
-def handoff(prompt: tuple[int, ...] = (1, 2, 3)) -> Handoff:
-    return Handoff(prompt=prompt, kv_length=len(prompt), fingerprint=bytes(32), block_size=4)
+def handoff(prompt: tuple[int, ...] = (1, 2, 3), tail: str = "") -> Handoff:
+    return Handoff(prompt=prompt, kv_length=len(prompt), fingerprint=bytes(32), block_size=4, tail_key=tail)
 
 
 def last(index: int = 1, *tokens: int) -> Event:
@@ -322,14 +322,27 @@ async def test_cancel_of_a_queued_request_ends_it_at_once(pool: Pool) -> None:
         await pool.client.attach("nobody").cancel()
 
 
-async def test_cancel_between_the_stages_ends_it_at_once(pool: Pool) -> None:
+async def test_cancel_between_the_stages_ends_it_at_once_and_names_the_tail_to_drop(pool: Pool) -> None:
     prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
     handle = await pool.client.submit(prompt="hi")
-    await prefill.hand_off(await pool.take(prefill), handoff())
+    await prefill.hand_off(await pool.take(prefill), handoff(tail="its tail"))
     assert await handle.cancel() is True
     with pytest.raises(RequestCancelled):
         await handle.result(5)
     assert await pool.depth(decode) == (0, 0)
+    assert [hint for _, hint in await pool.redis.xrange(pool.keys.cancels)] == [
+        {b"id": handle.id.encode(), b"tail": b"its tail"}
+    ]
+
+
+async def test_cancel_does_not_name_the_tail_of_a_handoff_that_went_back_to_prefill(pool: Pool) -> None:
+    """Its worker has dropped that tail, and the next handoff has another."""
+    prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
+    handle = await pool.client.submit(prompt="hi")
+    await prefill.hand_off(await pool.take(prefill), handoff(tail="its tail"))
+    assert await decode.requeue(await pool.take(decode)) is True
+    assert await handle.cancel() is True
+    assert await pool.redis.xlen(pool.keys.cancels) == 0
 
 
 async def test_cancel_of_a_running_request_is_told_to_its_worker_by_every_answer(pool: Pool) -> None:
