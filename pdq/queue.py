@@ -7,6 +7,7 @@ lease), then `claim`. No torch here.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ class Queue:
             [keys.request(request_id), keys.out(request_id), stream, keys.dead, keys.load],
             *(VERSION, GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts),
             *(self._lease_ms, self._ttl_ms, DEAD_LETTERS, CANCELLED, EXPIRED, WAITED, self._dead_event),
+            secrets.token_bytes(8),
         ).run(self._redis)
         if reply[0] != b"ok":
             return None

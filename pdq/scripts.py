@@ -3,7 +3,7 @@
 A request is at every moment in exactly one place: queued or running in one stage, or done. Running work is fenced: the
 claim raises `attempt`, and renew, append, handoff, finish, fail, release and requeue do nothing unless attempt and
 owner are the current ones ("lost"). The contract of each script stands at its head; queue.py and client.py give them
-types. Sent again after a lost reply, each answers as it did the first time.
+types. Sent again after a lost reply, each transition answers as it did the first time and repeats nothing.
 """
 
 from __future__ import annotations

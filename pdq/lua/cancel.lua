@@ -1,7 +1,10 @@
 -- KEYS req, out, load, cancels, stream of each lane..., decode stream   ARGV group, id, event, ttl, cancels kept, lanes...
+-- Returns 'cancelled' (ended by this or an earlier cancel), 'running' (its worker will end it), 'done' (ended otherwise),
+-- 'unknown'.
 even_at_maxmemory(KEYS[1])
-local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'lane', 'entry', 'tail')
+local f = redis.call('HMGET', KEYS[1], 'stage', 'state', 'lane', 'entry', 'tail', 'reason')
 if not f[1] then return 'unknown' end
+if f[2] == 'done' and f[6] == 'cancelled' then return 'cancelled' end -- the reply to the first call may be lost
 if f[2] == 'done' then return 'done' end
 if f[2] == 'running' then
   redis.call('HSET', KEYS[1], 'cancel', 1)

@@ -2,7 +2,8 @@
 --   v (protocol version: the newest of message, handoff and events), msg, digest, lane, cost (prompt tokens, estimated),
 --   deadline, queue_deadline (ms; 0: none)
 --   stage (prefill, decode, done), state (queued, running, done), entry (id in the stage's stream)
---   attempt (fencing number, rises at every claim), owner, tries (claims in this stage), requeues
+--   attempt (fencing number, rises at every claim), owner, claim (nonce of the call that made the owner), tries (claims
+--   in this stage), requeues
 --   tail (key of the handoff's partial block, '' if there is none)
 --   pos (tokens visible in the reply stream), cancel, handoff, held (KV tokens handed over, not yet claimed), reason
 --   t_submit, t_prefill, t_handoff, t_decode, t_end (ms)

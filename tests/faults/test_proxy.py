@@ -252,6 +252,8 @@ async def test_a_lost_reply_repeats_nothing_and_loses_nothing(behind: Behind, wh
     assert lost.is_set()
     assert behind.faults(handle.id) == ()
     assert (behind.requests(), behind.claims()) == (1, 2)  # one job a stage
+    with behind.server.client() as direct:
+        assert direct.hget(behind.client.keys.request(handle.id), "attempt") == b"2"
 
 
 async def test_a_lost_reply_to_a_cancel_ends_the_request_once(behind: Behind) -> None:
@@ -259,7 +261,7 @@ async def test_a_lost_reply_to_a_cancel_ends_the_request_once(behind: Behind) ->
     readers = reading(handles)
     for name, where in (("decoding", b"running"), ("queued", b"cancelled")):
         lost = behind.proxy.drop_reply(scripts.cancel.sha.encode(), where)
-        await handles[name].cancel()
+        assert await handles[name].cancel() is True
         assert lost.is_set()
         with pytest.raises(RequestCancelled):
             await readers.pop(name)

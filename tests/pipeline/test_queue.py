@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import redis.exceptions
@@ -290,6 +292,97 @@ async def test_sent_again_after_a_lost_reply_each_write_answers_as_before_and_re
     assert [e.token_ids async for e in handle.stream()] == [(7,), (8, 9), (10,)]
 
 
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every script is sent twice, as after a lost reply; holds the second answers."""
+    answers: list[Any] = []
+    run = scripts.Call.run
+
+    async def twice(self: scripts.Call, redis: connection.AsyncRedis) -> Any:
+        await run(self, redis)
+        answers.append(await run(self, redis))
+        return answers[-1]
+
+    monkeypatch.setattr(scripts.Call, "run", twice)
+    return answers
+
+
+async def test_a_claim_sent_again_is_the_same_claim(pool: Pool, repeated: list[Any]) -> None:
+    prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
+    handle = await pool.client.submit(prompt="hi", max_tokens=2)
+    job = await pool.take(prefill)
+    assert (job.attempt, job.request.prompt, job.visible) == (1, "hi", 0)
+    assert await prefill.write([(job, Event(0, (7,), "a"))]) == ["ok"]
+    await prefill.hand_off(job, handoff())
+    job = await pool.take(decode)
+    assert (job.attempt, job.handoff, job.visible) == (2, handoff(), 1)
+    assert 0 <= job.timings.handoff_ms < 60_000
+    assert await pool.redis.hmget(pool.keys.request(handle.id), "tries", "attempt") == [b"1", b"2"]
+    assert await prefill.held() == 0
+    assert await decode.write([(job, last(1, 8))]) == ["ok"]
+    assert (await handle.result(5)).token_ids == (7, 8)
+
+
+async def test_a_claim_sent_again_after_somebody_elses_changes_nothing(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[scripts.Call] = []
+    run = scripts.Call.run
+
+    async def kept(self: scripts.Call, redis: connection.AsyncRedis) -> Any:
+        calls.append(self)
+        return await run(self, redis)
+
+    handle = await pool.client.submit(prompt="hi")
+    with monkeypatch.context() as patch:
+        patch.setattr(scripts.Call, "run", kept)
+        await pool.take(pool.queue("prefill", "p1"))
+    (claim,) = calls
+    new = await pool.take_over(pool.queue("prefill", "p2"))
+    assert new is not None
+    assert await claim.run(pool.redis) == [b"lost"]
+    found = await pool.redis.hmget(pool.keys.request(handle.id), "owner", "attempt", "tries")
+    assert found == [b"p2", b"2", b"2"]
+
+
+async def test_what_gives_a_job_back_answers_as_before_when_sent_again(pool: Pool, repeated: list[Any]) -> None:
+    prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
+    handle = await pool.client.submit(prompt="hi")
+    tries = partial(pool.redis.hget, pool.keys.request(handle.id), "tries")
+    job = await pool.take(prefill)
+    await prefill.release(job)
+    assert (await tries(), await pool.depth(prefill)) == (b"0", (1, 0))
+    job = await pool.take(prefill)
+    await prefill.hand_off(job, handoff())
+    assert await decode.requeue(await pool.take(decode)) is True
+    assert await pool.depth(prefill) == (1, 0)
+    assert await pool.redis.hget(pool.keys.request(handle.id), "requeues") == b"1"
+    job = await pool.take(prefill)
+    assert await prefill.fail(job, "boom", delay=0.0) == "retry"
+    assert await tries() == b"1"
+    (entry,) = await prefill.reclaim(10)
+    job = await prefill.claim(entry)
+    assert job is not None
+    await pool.redis.hset(pool.keys.request(handle.id), "tries", 3)
+    assert await prefill.fail(job, "boom") == "dead"
+    assert await pool.redis.xlen(pool.keys.dead) == 1
+
+
+async def test_a_cancel_sent_again_says_again_that_it_ended_the_request(pool: Pool, repeated: list[Any]) -> None:
+    handle = await pool.client.submit(prompt="hi")
+    assert await handle.cancel() is True
+    assert repeated[-1] == b"cancelled"
+
+
+async def test_a_cancel_repeated_after_the_worker_obeyed_still_counts(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    handle = await pool.client.submit(prompt="hi")
+    job = await pool.take(prefill)
+    assert await handle.cancel() is True
+    await prefill.end(job, RequestCancelled("cancelled"))
+    assert await handle.cancel() is True
+
+
 async def test_tokens_that_would_leave_a_gap_are_refused(pool: Pool) -> None:
     prefill = pool.queue("prefill", "p1")
     await pool.client.submit(prompt="hi")
@@ -317,7 +410,6 @@ async def test_cancel_of_a_queued_request_ends_it_at_once(pool: Pool) -> None:
     with pytest.raises(RequestCancelled):
         await handle.result(5)
     assert await pool.depth(prefill) == (0, 0)
-    assert await handle.cancel() is False
     with pytest.raises(RequestNotFound):
         await pool.client.attach("nobody").cancel()
 
