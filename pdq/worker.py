@@ -1,8 +1,8 @@
 """What both worker programs share: the claim loop, heartbeats, cancel hints, drain.
 
 A stage is a `Stage`: it says how many more jobs it can take and works on one. The worker turns each way a job can end
-into exactly one transition: done by the stage, an error event, another attempt, or nothing at all (the job is somebody
-else's, or Redis is away and the lease will lapse). No torch here.
+into exactly one transition: done by the stage, an error event, another attempt, given back (Redis was away), or nothing
+at all (the job is somebody else's, or Redis is away for so long that the lease lapses). No torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ConnectionError as Disconnected
+from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from redis.exceptions import TimeoutError as Unanswered
 
 from pdq import connection
 from pdq.config import WorkerSettings
@@ -41,6 +43,10 @@ STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 OOM_DELAY = 2.0
+OUTAGES = (Disconnected, Unanswered, ReadOnlyError)  # errors that are no fault of the job which meets them
+OUTAGE_DELAY = (
+    1.0  # the queue's Redis may well answer while the blocks' is away: a job given back is soon claimed again
+)
 UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
 CANCEL_SECONDS = 1.0  # between two cancels of a task that goes on
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
@@ -76,7 +82,7 @@ class Stage(Protocol):
 
     def counters(self) -> Counter[str]: ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of what is held outside this process; nothing is asked of the stage afterwards."""
         ...
 
@@ -123,7 +129,7 @@ class Worker:
                 await cancelled(tasks)
                 await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
-        stage.close()
+        await stage.close()
 
     def more_room(self) -> None:
         """The stage's capacity may have grown."""
@@ -244,6 +250,10 @@ class Worker:
                 await stage.ended(job)
             except OutOfMemoryError as e:  # Redis answers, it is just full: later there may be room
                 await retried(running, partial(self.queue.fail, job, f"Redis is out of memory: {e}", OOM_DELAY))
+            except OUTAGES as e:
+                log.warning("%s: given back when Redis answers: %s", job.id, e)
+                await asyncio.sleep(OUTAGE_DELAY)
+                await retried(running, partial(self.queue.release, job))
             except RedisError:
                 raise
             except Exception as e:
@@ -254,7 +264,7 @@ class Worker:
             self.counters["fenced"] += 1
             log.warning("%s: attempt %d is not ours any more: %s", job.id, job.attempt, e)
         except RedisError as e:
-            log.warning("%s: left to its lease, Redis does not answer: %s", job.id, e)
+            log.warning("%s: left to its lease, Redis refuses a command: %s", job.id, e)
 
     async def _beats(self, stage: Stage) -> None:
         """Heartbeats. Raises ConfigError if the server may evict jobs."""
