@@ -44,9 +44,7 @@ SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 OOM_DELAY = 2.0
 OUTAGES = (Disconnected, Unanswered, ReadOnlyError)  # errors that are no fault of the job which meets them
-OUTAGE_DELAY = (
-    1.0  # the queue's Redis may well answer while the blocks' is away: a job given back is soon claimed again
-)
+OUTAGE_DELAY = 1.0  # before a job is given back: if only the blocks' Redis is away, it will be claimed again at once
 UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
 CANCEL_SECONDS = 1.0  # between two cancels of a task that goes on
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
@@ -82,7 +80,7 @@ class Stage(Protocol):
 
     def counters(self) -> Counter[str]: ...
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Let go of what is held outside this process; nothing is asked of the stage afterwards."""
         ...
 
@@ -129,7 +127,7 @@ class Worker:
                 await cancelled(tasks)
                 await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
-        await stage.close()
+        stage.close()
 
     def more_room(self) -> None:
         """The stage's capacity may have grown."""
