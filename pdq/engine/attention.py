@@ -72,27 +72,34 @@ class _Sight:
     """What layers of one shape see.
 
     planes: for each plane of a slot, one view per piece. seen: for each single-token piece None, or, where the view is
-    padded for the kernel in `products`, how many of its tokens are there.
+    padded for the kernel in `products`, how many of its tokens are there. spans: first and end position per piece.
     """
 
     planes: list[tuple[Tensor, ...]]
     seen: list[int | None]
+    spans: list[tuple[int, int]]
 
 
 class Step:
     """KV writes and attention of one forward.
 
-    pieces: (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a
-    slot get the positions from `slot.length` on; the lengths are not changed here. choice: where products are used
-    instead of the fused kernel.
+    reads: which layer's KV each attention call sees, in the order of the calls; several may see the same. pieces:
+    (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a slot get
+    the positions from `slot.length` on; the lengths are not changed here. choice: where products are used instead of
+    the fused kernel.
     """
 
     is_compileable = False  # asked by transformers of every cache
 
     def __init__(
-        self, layers: Sequence[LayerShape], pieces: Sequence[tuple[TorchSlot, int]], choice: products.Choice = _FUSED
+        self,
+        layers: Sequence[LayerShape],
+        reads: Sequence[int],
+        pieces: Sequence[tuple[TorchSlot, int]],
+        choice: products.Choice = _FUSED,
     ) -> None:
         self._layers = layers
+        self._reads = iter(reads)
         self._choice = choice
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
@@ -100,19 +107,33 @@ class Step:
         self._written = _by_plane([slot.planes(slot.length, slot.length + n) for slot, n in pieces])
         self._sights = {layer: self._sight(layer, pieces) for layer in dict.fromkeys(layers)}
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._biases: dict[tuple[int, kernels.Alibi], Tensor] = {}
         self._scratch = products.Scratch()
-        self._layer = -1  # whose KV has been written and not been attended to yet
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new KV, `[1, kv_heads, tokens, dim]` each, into the slots."""
+        """Write the new KV, `[1, kv_heads, tokens, dim]` each, into the slots.
+
+        Of a derived layer all visible KV is returned, piece after piece, for the model to make heads of.
+        """
         torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key, self._counts, 2))
         torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value, self._counts, 2))
-        self._layer = layer_idx
-        return key, value
+        layer = self._layers[layer_idx]
+        if not layer.derived:
+            return key, value
+        planes = self._sights[layer].planes
+        return torch.cat(planes[2 * layer_idx], 2), torch.cat(planes[2 * layer_idx + 1], 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always passed explicitly, so there is no length that all pieces share."""
         return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Asked for masks that the adapted architectures make and that nobody looks at."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As `get_query_offset`."""
+        return query_length, 0
 
     def attend(
         self,
@@ -125,22 +146,38 @@ class Step:
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        alibi: kernels.Alibi | None = None,
         **options: Any,
     ) -> Tensor:
-        """Attention of the layer that was written last; `key` and `value` are in the slots already."""
-        layer = self._layers[self._layer]
+        """The next attention call; `key` and `value` are in the slots already, unless the layer is a derived one."""
+        index = next(self._reads)
+        layer = self._layers[index]
         sight = self._sights[layer]
-        keys, values = sight.planes[2 * self._layer], sight.planes[2 * self._layer + 1]
-        scores = kernels.Scores(scaling, softcap, s_aux)
+        keys, values = sight.planes[2 * index], sight.planes[2 * index + 1]
+        if layer.derived:
+            lengths = [end - first for first, end in sight.spans]
+            keys, values = torch.split(key, lengths, 2), torch.split(value, lengths, 2)
+        scores = kernels.Scores(scaling, softcap, s_aux, alibi)
         n = self._singles
-        outs = [kernels.decode(query[:, :, :n], keys[:n], values[:n], sight.seen, scores)] if n else []
+        outs = []
+        if n:
+            biases = [self._bias(i, span, alibi) for i, span in enumerate(sight.spans[:n])]
+            outs.append(kernels.decode(query[:, :, :n], keys[:n], values[:n], sight.seen, scores, biases))
         if self._chunks:
             for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
-                outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer.window, scores))
+                bias = self._bias(n + i, sight.spans[n + i], alibi)
+                outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer.window, scores, bias))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _chunk(
-        self, i: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scores: kernels.Scores
+        self,
+        i: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        scores: kernels.Scores,
+        bias: Tensor | None,
     ) -> Tensor:
         start, n = self._chunks[i]
         if scores.plain and self._choice.chunk(n):
@@ -153,8 +190,20 @@ class Step:
                 scaling=scores.scaling,
                 scratch=self._scratch,
             )
-        causal = scores.plain and start == 0 and (window is None or n <= window)
-        return kernels.prefill(query, key, value, None if causal else self._mask(i, window, key), scores)
+        if scores.plain and start == 0 and (window is None or n <= window):
+            return kernels.prefill(query, key, value, None, scores)
+        mask = self._mask(i, window, key)
+        if bias is not None:
+            mask = mask + bias[:, None].to(mask.dtype)
+        return kernels.prefill(query, key, value, mask, scores)
+
+    def _bias(self, i: int, span: tuple[int, int], alibi: kernels.Alibi | None) -> Tensor | None:
+        """`[heads, visible]` for piece `i`, the same for all layers."""
+        if alibi is None:
+            return None
+        if (i, alibi) not in self._biases:
+            self._biases[i, alibi] = alibi.bias(*span)
+        return self._biases[i, alibi]
 
     def _mask(self, i: int, window: int | None, key: Tensor) -> Tensor:
         """Additive mask `[new tokens, visible tokens]` of chunk `i`, the same for all layers with this window."""
@@ -165,9 +214,9 @@ class Step:
     def _sight(self, layer: LayerShape, pieces: Sequence[tuple[TorchSlot, int]]) -> _Sight:
         planes: list[list[Tensor]] = []
         seen: list[int | None] = []
-        for slot, n in pieces:
-            first, end = _first(slot.length, layer.window), slot.length + n
-            if n == 1 and self._choice.single(layer.heads, end - first, layer.key_dim):
+        spans = [(_first(slot.length, layer.window), slot.length + n) for slot, n in pieces]
+        for (slot, n), (first, end) in zip(pieces, spans, strict=True):
+            if n == 1 and not layer.derived and self._choice.single(layer.heads, end - first, layer.key_dim):
                 stop = min(slot.capacity, end + (first - end) % products.PADDING)
                 slot.clear(end, stop)
                 planes.append(slot.planes(first, stop))
@@ -175,7 +224,7 @@ class Step:
             else:
                 planes.append(slot.planes(first, end))
                 seen.append(None)
-        return _Sight(_by_plane(planes), seen[: self._singles])
+        return _Sight(_by_plane(planes), seen[: self._singles], spans)
 
 
 def _by_plane(pieces: Sequence[list[Tensor]]) -> list[tuple[Tensor, ...]]:

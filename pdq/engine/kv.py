@@ -23,12 +23,17 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV of one layer. window: how many tokens back (itself included) a token sees; None: all of them."""
+    """KV of one layer, as stored.
+
+    window: how many tokens back (itself included) a token sees; None: all of them. derived: attention sees not this,
+    but what the modelling code makes of it token by token, such as the heads of latent attention.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pdq.engine.attention import IMPLEMENTATION
 from pdq.engine.packed import pack
 from pdq.engine.probe import check_class, layout_of
 from pdq.errors import ModelUnsupported
@@ -42,7 +41,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
             folder,
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation="eager",  # the probe switches to ours
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,

@@ -1,24 +1,24 @@
 """The torch implementation of `engine.base.Engine`: one forward for prefill chunks, decode steps and mixes of both.
 
 Owns the order of rows, the KV budget and the slots' lengths. The stock modelling code computes; `attention.Step` is its
-cache and attention, `sampling.sample` picks the tokens. Knows nothing of requests, Redis or blocks.
+cache and attention, `choice.choose` picks the tokens. Knows nothing of requests, Redis or blocks.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pdq.engine import products
-from pdq.engine.attention import Step, running
+from pdq.engine.attention import Step
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
+from pdq.engine.choice import choose
+from pdq.engine.forward import Forward
 from pdq.engine.kv import TorchSlot
-from pdq.engine.probe import cache_argument, layout_of
-from pdq.engine.sampling import sample
+from pdq.engine.probe import layout_of
 from pdq.errors import ModelUnsupported
 
 if TYPE_CHECKING:
@@ -55,16 +55,15 @@ class TorchEngine:
                 f"{type(model).__name__}: its rotary embedding changes for all positions once a text is longer than "
                 f"{probed.max_positions} tokens, which breaks stored KV; set max_model_len to at most that"
             )
-        self._model = model
+        self._forward = Forward(model)
         self._layout = probed.layout
+        self._reads = probed.reads
         self._device = model.device
         self._threads = threads
         self._set_threads()
         self._choice = products.trial(model.dtype) if model.device.type == "cpu" else products.Choice()
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
-        self._cache_name = cache_argument(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.spec = EngineSpec(
             fingerprint=fingerprint,
             dtype=dtype,
@@ -118,11 +117,11 @@ class TorchEngine:
         that sequence; its neighbours' tokens are right.
         """
         out: list[int | None] = [None] * len(segments)
-        wanted = [(i, s.sample, s.position) for i, s in enumerate(segments) if s.sample is not None]
+        wanted = [i for i, s in enumerate(segments) if s.sample is not None]
         with torch.inference_mode():
             logits = self._compute(segments)
-            tokens = sample(logits, [(params, position) for _, params, position in wanted]) if wanted else []
-        for (i, _, _), token in zip(wanted, tokens, strict=True):
+            tokens = choose(logits, [segments[i] for i in wanted], self.spec.eos_ids) if wanted else []
+        for i, token in zip(wanted, tokens, strict=True):
             out[i] = token
         return out
 
@@ -147,20 +146,11 @@ class TorchEngine:
             last_row[i] = len(ids) - 1
         keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
         pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
-        step = Step(self._layout.layers, pieces, self._choice)
-        logits = self._call(step, self._indices(ids), self._indices(positions), self._indices(keep))
+        step = Step(self._layout.layers, self._reads, pieces, self._choice)
+        logits = self._forward(step, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
         return logits
-
-    def _call(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        arguments: dict[str, Any] = {self._cache_name: step, "use_cache": True}
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = keep
-        with running(step):
-            out = self._model(ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **arguments)
-        logits: torch.Tensor = out.logits[0]
-        return logits if self._keeps_logits else logits[keep]
 
     def _set_threads(self) -> None:
         """The number of threads is a setting of the calling thread."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pdq.engine.adapters import reference
 from pdq.engine.runner import TorchEngine
 from tests.engine.pd import engine, generated
 from tests.engine.tiny import VOCAB, tiny_model
@@ -22,6 +23,7 @@ class Arch:
     stock: PreTrainedModel
     prefill: TorchEngine
     decode: TorchEngine
+    half: Half
     _expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def prompt(self, length: int) -> list[int]:
@@ -32,6 +34,34 @@ class Arch:
         if (length, count) not in self._expected:
             self._expected[length, count] = generated(self.stock, self.prompt(length), count)
         return self._expected[length, count]
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """The stock model's, `[tokens, vocab]`."""
+        return stock_logits(self.stock, ids)
+
+
+@dataclass
+class Half:
+    """The same model in bfloat16."""
+
+    stock: PreTrainedModel
+    engine: TorchEngine
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """The stock model's, `[tokens, vocab]`."""
+        return stock_logits(self.stock, ids)
+
+
+def stock_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def stock(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Eager, unless that is wrong in transformers itself: it knows soft-capping and sinks in every version."""
+    model = tiny_model(name).to(dtype)
+    model.config._attn_implementation = reference(type(model))
+    return model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,8 +76,7 @@ def _one_thread() -> Iterator[None]:
 def arch() -> Callable[[str], Arch]:
     @cache
     def made(name: str) -> Arch:
-        stock = tiny_model(name)
-        stock.set_attn_implementation("eager")  # the one that knows soft-capping and sinks in every version
-        return Arch(stock, engine(tiny_model(name)), engine(tiny_model(name)))
+        half = Half(stock(name, torch.bfloat16), engine(tiny_model(name).to(torch.bfloat16), dtype="bfloat16"))
+        return Arch(stock(name), engine(tiny_model(name)), engine(tiny_model(name)), half)
 
     return made

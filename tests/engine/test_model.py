@@ -53,28 +53,6 @@ NEXT = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
-MLA = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 2,
-}
-SHARED = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "intermediate_size": [64] * 4,
-    "activation_sparsity_pattern": [0.0] * 4,
-    "vocab_size_per_layer_input": 101,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 4,
-    "altup_num_inputs": 2,
-}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +61,12 @@ SHARED = {
         ("mamba", {}, r"MambaForCausalLM: layer 0 is of type linear_attention"),
         ("jamba", SMALL_MIXER, r"JambaForCausalLM: layer 0 is of type linear_attention"),
         ("qwen3_next", NEXT, r"Qwen3NextForCausalLM: layer 1 is of type linear_attention"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM does not support pluggable attention"),
-        ("deepseek_v3", MLA, r"model.layers.0 \(DeepseekV3DecoderLayer\) stores KV in another form"),
-        ("gemma3n_text", SHARED, r"layers.2 \(Gemma3nTextDecoderLayer\) attends to KV that it did not write itself"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("llama4_text", {"intermediate_size_mlp": 64}, r"Llama4ForCausalLM: layer 0 is of type chunked_attention"),
+        ("rwkv", {}, r"RwkvForCausalLM takes no position_ids"),
+        ("bert", {}, r"BertLMHeadModel asks for a mask that is neither causal nor a sliding window"),
+        ("doge", {}, r"DogeForCausalLM: layer model.layers.0 \(DogeDecoderLayer\) changes its attention mask"),
+        ("openai-gpt", {}, r"OpenAIGPTLMHeadModel takes no KV cache"),
+        ("xglm", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, r"XGLMDecoderLayer\) does not"),
     ],
 )
 def test_unsupported_architectures_are_refused_by_name(
@@ -156,6 +136,44 @@ def test_windows_come_from_the_masks_the_model_asks_for() -> None:
     assert windows("gemma2") == [WINDOW, None]
     # Phi-3.5-MoE masks a window without telling its attention function.
     assert windows("phimoe", sliding_window=3, num_local_experts=2) == [3, 3]
+
+
+def layout(arch: str, **settings: Any) -> str:
+    return layout_of(tiny_model(arch, **settings)).layout.text
+
+
+def test_the_layout_is_of_what_is_stored() -> None:
+    assert layout("llama") == "2x2x8+8"
+    assert layout("gpt_bigcode") == "2x1x8+8"
+    assert layout("falcon grouped") == "2x2x8+8"  # the stock cache holds all four heads
+    assert layout("deepseek_v3") == "2x1x8+4"  # latent and rotary part, not the heads made of them
+    assert layout("mimo_v2_flash") == "1x4x12+8,1x2x12+8"
+
+
+def test_layers_that_share_kv_store_it_once() -> None:
+    probed = layout_of(tiny_model("gemma3n_text"))
+    assert probed.layout.text == "4x2x8+8"
+    assert probed.reads == (0, 1, 2, 3, 2, 3)
+
+
+def test_dynamic_rope_is_served_up_to_where_it_begins_to_change() -> None:
+    assert layout_of(tiny_model("llama dynamic")).max_positions == 128
+    assert layout_of(tiny_model("llama yarn")).max_positions is None
+
+
+def test_a_model_that_counts_tokens_in_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    stock = model.model.rotary_emb.forward
+
+    def late(cache: Any = None, **arguments: Any) -> Any:
+        seen = 0 if cache is None else cache.get_seq_length()
+        monkeypatch.setattr(model.model.rotary_emb, "forward", lambda x, position_ids: stock(x, position_ids + seen))
+        return inner(cache=cache, **arguments)
+
+    inner = model.model.forward
+    monkeypatch.setattr(model.model, "forward", late)
+    with pytest.raises(ModelUnsupported, match="off the model's own"):
+        layout_of(model)
 
 
 def test_long_rope_is_served_up_to_where_its_frequencies_change() -> None:
