@@ -19,6 +19,7 @@ from pdq.connection import BLOCK_SECONDS, AsyncRedis, RedisError
 from pdq.errors import PdqError, RequestFailed, Unavailable
 from pdq.keys import Keys
 from pdq.messages import BadMessage, Event, decode
+from pdq.tasks import cancelled
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +98,7 @@ class ReplyHub:
 
     async def aclose(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await cancelled([self._task])
         with suppress(RedisError, TimeoutError):
             async with asyncio.timeout(SHORT_SECONDS):
                 await self._redis.delete(self._wake_key)

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -33,6 +33,7 @@ from pdq.lease import Leases, Running
 from pdq.messages import WorkerInfo, encode
 from pdq.queue import Entry, Job, Queue
 from pdq.suspects import Suspects
+from pdq.tasks import cancelled
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +47,6 @@ OOM_DELAY = 2.0
 OUTAGES = (Disconnected, Unanswered, ReadOnlyError)  # errors that are no fault of the job which meets them
 OUTAGE_DELAY = 1.0  # before a job is given back: if only the blocks' Redis is away, it will be claimed again at once
 UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
-CANCEL_SECONDS = 1.0  # between two cancels of a task that goes on
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 
@@ -154,7 +154,7 @@ class Worker:
         left = dict(self._jobs)
         for task, running in left.items():
             task.cancel()
-            running.note("lost")  # should the cancel be lost (see `cancelled`), the work ends at its next look
+            running.note("lost")  # should the cancel be lost (see tasks.py), the work ends at its next look
         await asyncio.gather(*(self._give_back(running.job) for running in left.values()))
         if left and (await asyncio.wait(left, timeout=UNWIND_SECONDS))[1]:
             log.error("%s: a forward does not return; the process ends without it", self.name)
@@ -314,18 +314,6 @@ class Worker:
             for _, data in found:  # only now: a hint does not wait for the Redis of the blocks
                 if tail := data.get(b"tail"):
                     await stage.drop_tail(tail.decode(errors="replace"))
-
-
-async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they have ended.
-
-    Once is not enough: in Python 3.11 wait_for, with which redis-py sends, loses a cancel that comes just as what it
-    waits for is done.
-    """
-    while left := [task for task in tasks if not task.done()]:
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left, timeout=CANCEL_SECONDS)
 
 
 async def retried(running: Running, write: Callable[[], Awaitable[T]]) -> T:

@@ -16,6 +16,7 @@ from pdq.errors import IdConflict, PdqError, QueueFull, RequestFailed, Unavailab
 from pdq.gateway.context import Gateway
 from pdq.gateway.prompts import Prompt
 from pdq.messages import Event
+from pdq.tasks import cancelled
 
 if TYPE_CHECKING:
     from pdq.client import Handle, Result
@@ -68,9 +69,7 @@ class Jobs:
                 else:
                     yield item
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            await cancelled(readers)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from pdq.errors import Unavailable
 from pdq.gateway.errors import NoWorker
 from pdq.gateway.prefill_rate import PrefillRate
 from pdq.messages import WorkerInfo
+from pdq.tasks import cancelled
 
 if TYPE_CHECKING:
     from pdq.client import AsyncClient
@@ -86,9 +87,8 @@ class PoolView:
         return snapshot
 
     async def aclose(self) -> None:
-        if self._asked is not None and not self._asked.done():
-            self._asked.cancel()
-            await asyncio.wait({self._asked})
+        if self._asked is not None:
+            await cancelled([self._asked])
 
     async def _ask(self) -> list[WorkerInfo] | Unavailable:
         """An error is a result here: nobody may be left to collect an exception."""

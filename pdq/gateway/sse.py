@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from pdq.messages import Event, Timings, Usage
+from pdq.tasks import cancelled
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -148,8 +149,7 @@ class EventStream:
 
     async def aclose(self) -> None:
         if self._pinger is not None:
-            self._pinger.cancel()
-            await asyncio.wait({self._pinger})
+            await cancelled([self._pinger])
 
     async def _ping(self) -> None:
         while True:

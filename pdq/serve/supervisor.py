@@ -140,7 +140,8 @@ class _Child:
             if delay is None:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
 
     async def _live_once(self) -> int:
         """One life of the program; its exit code, negative for a signal."""
@@ -206,7 +207,8 @@ class Output(asyncio.Protocol):
     async def rest(self) -> None:
         """What is still in the pipe after the child's end, unless a descendant of it keeps the pipe open."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), _LAST_OUTPUT_SECONDS)
+            async with asyncio.timeout(_LAST_OUTPUT_SECONDS):
+                await self._closed.wait()
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from pdq.client import AsyncClient
+from pdq.config import RedisSettings
 from tests.faults.audit import expected
 from tests.faults.http_client import stream
 from tests.faults.pool import Pool, read, submit, text_of, until
@@ -103,16 +104,29 @@ async def test_a_rolling_restart_under_load_loses_nothing_and_charges_no_attempt
         assert found == [[b"length", b"1"]] * load.served
 
 
+async def deaf(*_: object) -> None:
+    """As a task in Python 3.11's wait_for, when what it waits for is done in the moment of the cancel."""
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    await asyncio.Event().wait()
+
+
+async def test_a_cancel_that_gets_lost_does_not_keep_a_client_from_closing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdq.tasks.CANCEL_SECONDS", 0.05)
+    client = AsyncClient(RedisSettings(redis_url=server.url))
+    monkeypatch.setattr(client.hub, "_pump", deaf)
+    await client.hub.subscribe("any")
+    await asyncio.sleep(0)  # it listens
+    async with asyncio.timeout(20):
+        await client.aclose()
+
+
 async def test_a_cancel_that_gets_lost_does_not_keep_a_worker_from_ending(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def deaf(_: object) -> None:
-        """As a task in Python 3.11's wait_for, when what it waits for is done in the moment of the cancel."""
-        with suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("pdq.worker.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("pdq.tasks.CANCEL_SECONDS", 0.05)
     async with LocalPool(server, decode=0) as pool:
         worker = pool.workers["prefill"][0]
         monkeypatch.setattr(worker.worker, "_beats", deaf)

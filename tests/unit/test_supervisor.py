@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdq.errors import ConfigError, Unavailable
-from pdq.serve.supervisor import Program, Restarts, Supervisor, ending, sentence
+from pdq.serve.supervisor import Output, Program, Restarts, Supervisor, ending, sentence
 
 QUICK = Restarts(first=0.01, limit=0.05, healthy=60.0, tries=4)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -256,7 +256,7 @@ def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> 
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from pdq.serve.supervisor import Program, Supervisor\n"
+        "from pdq.serve.supervisor import Output, Program, Supervisor\n"
         f"CODE = 'import os; print(os.getpid());' + {STUBBORN!r}\n"
         "async def main():\n"
         "    s = Supervisor(lambda name, line: print(line, flush=True))\n"
@@ -295,3 +295,31 @@ def test_endings_in_words(code: int, words: str) -> None:
 )
 def test_the_sentence_in_a_log_line(line: str, words: str) -> None:
     assert sentence(line) == words
+
+
+async def cancelled_in_every_moment_after(trigger: Callable[[], None], start: Callable[[], asyncio.Task[None]]) -> int:
+    """Cancel the task 0, 1, 2, ... turns of the loop after `trigger`, until that is too late; how often it was not."""
+    for turns in range(20):
+        task = start()
+        for _ in range(3):
+            await asyncio.sleep(0)  # it waits
+        trigger()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            return turns
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        assert task.cancelled(), f"the cancel after {turns} turns was lost"
+    raise AssertionError("the task does not end")
+
+
+async def test_a_cancel_that_comes_as_a_pipe_closes_is_not_lost() -> None:
+    output = Output(lambda _: None)
+
+    def start() -> asyncio.Task[None]:
+        nonlocal output
+        output = Output(lambda _: None)
+        return asyncio.create_task(output.rest())
+
+    assert await cancelled_in_every_moment_after(lambda: output.connection_lost(None), start) > 0
