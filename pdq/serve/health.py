@@ -1,4 +1,4 @@
-"""Is the process of this host alive? One question to the gateway over HTTP, or to Redis about a worker's heartbeat.
+"""Is the process of this host alive and at work? Asks the gateway over HTTP, or Redis for a worker's heartbeat.
 
 For health checks of containers (`pdq health`) and for `pdq serve`, which waits with it until its gateway is ready.
 """
@@ -32,6 +32,7 @@ class Answer:
 def check(role: str) -> None:
     """Raises Unavailable unless the gateway answers, or a worker of this stage on this host has a fresh heartbeat.
 
+    A heartbeat that says "stalled" is a failure: the process lives, but its work has not moved for `stall_seconds`.
     Configured by the same variables as the process itself: address of the gateway; Redis, pool and worker name.
     """
     if role == "gateway":
@@ -52,8 +53,11 @@ async def _check_worker(settings: WorkerSettings, stage: str) -> None:
             found = await client.workers()
     except TimeoutError as e:
         raise Unavailable("Redis does not answer") from e
-    if not any(w.name == settings.name if settings.name else w.name.startswith(mine) for w in found):
+    here = [w for w in found if (w.name == settings.name if settings.name else w.name.startswith(mine))]
+    if not here:
         raise Unavailable(f"no heartbeat of {settings.name or f'a {stage} worker on this host'}")
+    if stalled := [w.name for w in here if w.state == "stalled"]:
+        raise Unavailable(f"{', '.join(stalled)} has stalled: its work does not move")
 
 
 def get(host: str, port: int, path: str) -> Answer | None:

@@ -53,9 +53,9 @@ def pool(monkeypatch: pytest.MonkeyPatch, server: Server) -> Server:
     return server
 
 
-def beat(server: Server, name: str, pool: str = "default") -> None:
+def beat(server: Server, name: str, pool: str = "default", state: str = "ready") -> None:
     keys = Keys(pool)
-    info = WorkerInfo(name, name.partition("-")[0], "m", b"f", 8)
+    info = WorkerInfo(name, name.partition("-")[0], "m", b"f", 8, state)
     with server.client() as client:
         client.set(keys.worker(name), encode(info), px=10_000)
         client.zadd(keys.workers, {name: 1})
@@ -121,6 +121,27 @@ def test_a_heartbeat_that_has_run_out_does_not_count(pool: Server) -> None:
     with bulk(pool.url, 1) as client:
         client.delete(Keys("default").worker(name))
     assert main(["health", "decode"]) == 1
+
+
+def test_a_worker_that_drains_is_healthy(pool: Server) -> None:
+    beat(pool, f"decode-{socket.gethostname()}-1-abc", state="draining")
+    assert main(["health", "decode"]) == 0
+
+
+def test_a_worker_that_has_stalled_is_not_healthy(pool: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"decode-{socket.gethostname()}-1-abc"
+    beat(pool, name, state="stalled")
+    beat(pool, f"decode-{socket.gethostname()}-2-abc")
+    beat(pool, "decode-other-host-1-abc")
+    assert main(["health", "decode"]) == 1
+    assert capsys.readouterr().err == f"error: {name} has stalled: its work does not move\n"
+
+
+def test_the_stall_of_another_worker_does_not_count(pool: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat(pool, "box-1")
+    beat(pool, "box-2", state="stalled")
+    monkeypatch.setenv("PDQ_NAME", "box-1")
+    assert main(["health", "decode"]) == 0
 
 
 def test_a_named_worker_is_found_by_its_name(pool: Server, monkeypatch: pytest.MonkeyPatch) -> None:
