@@ -19,7 +19,7 @@ MAGIC = b"PDQK"
 VERSION = 1
 HEADER_BYTES = 128
 _HEADER = struct.Struct("<4sHHIIQQ32s32s16s16x")
-_DTYPES = {"bfloat16": 1, "float16": 2, "float32": 3}
+_DTYPES = {"bfloat16": 1, "float16": 2, "float32": 3, "int8": 4}
 
 
 class KVMiss(Exception):
@@ -31,23 +31,30 @@ class KVMiss(Exception):
 
 
 class BlockCodec:
-    """Writes and checks headers for one model (see engine.base.EngineSpec for the arguments)."""
+    """Writes and checks headers for one model (see engine.base.EngineSpec for the arguments).
 
-    def __init__(self, fingerprint: bytes, dtype: str, layout: str, token_bytes: int) -> None:
+    dtype and token_bytes are those of the values in Redis (kv_form.py); fixed_bytes: of a payload of any length.
+    """
+
+    def __init__(self, fingerprint: bytes, dtype: str, layout: str, token_bytes: int, fixed_bytes: int = 0) -> None:
         self.fingerprint = fingerprint
-        self.token_bytes = token_bytes
+        self._token_bytes = token_bytes
+        self._fixed_bytes = fixed_bytes
         self._dtype = _DTYPES[dtype]
         self._layout = hashlib.sha256(layout.encode()).digest()[:16]
+
+    def payload_bytes(self, tokens: int) -> int:
+        return self._fixed_bytes + tokens * self._token_bytes
 
     def seal(self, value: memoryview, block_hash: bytes, start: int, stop: int) -> None:
         """Write the header of tokens [start, stop) into the first HEADER_BYTES of `value`, before its payload."""
         payload = value[HEADER_BYTES:]
-        if len(payload) != (stop - start) * self.token_bytes:
-            raise ValueError(f"{len(payload)} bytes are not {stop - start} tokens of {self.token_bytes} bytes")
+        if len(payload) != self.payload_bytes(stop - start):
+            raise ValueError(f"{len(payload)} bytes are not {stop - start} tokens of {self._token_bytes} bytes")
         checksum = xxhash.xxh3_64_intdigest(payload)
         value[:HEADER_BYTES] = self._header(block_hash, start, stop, len(payload), checksum)
 
-    def open(self, value: bytes | None, block_hash: bytes, start: int, stop: int) -> memoryview:
+    def open(self, value: bytes | memoryview | None, block_hash: bytes, start: int, stop: int) -> memoryview:
         """The checked payload of tokens [start, stop). Raises KVMiss."""
         if value is None:
             raise KVMiss("absent")
@@ -63,7 +70,7 @@ class BlockCodec:
             "dtype": dtype == self._dtype,
             "hash": found == block_hash,
             "range": (first, end) == (start, stop),
-            "length": length == len(payload) == (stop - start) * self.token_bytes,
+            "length": length == len(payload) == self.payload_bytes(stop - start),
         }
         for reason, good in wanted.items():
             if not good:

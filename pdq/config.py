@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pdq.api_keys import is_key
 from pdq.errors import ConfigError
 
 T = TypeVar("T")
@@ -26,11 +27,17 @@ ENV_PREFIX = "PDQ_"
 
 
 def setting(
-    default: T, text: str, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
+    default: T,
+    text: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> T:
-    """A dataclass field with its help text and its limits (both inclusive)."""
+    """A dataclass field with its help text and its limits (both inclusive). secret: never shown with the others."""
     meta = {"help": text, "low": low, "high": high, "choices": choices}
-    found: T = field(default=default, metadata=meta)
+    found: T = field(default=default, metadata=meta, repr=not secret)
     return found
 
 
@@ -114,6 +121,12 @@ class ModelSettings(Settings):
     device: str = setting("cpu", "Torch device, e.g. cpu or cuda.")
     max_model_len: int | None = setting(None, "Context limit in tokens; default: the model's own.", low=1)
     block_size: int = setting(32, "Tokens in one KV block; the same for the whole pool.", low=1, high=1024)
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model; only for models you trust.")
+    kv_codec: str = setting(
+        "raw",
+        "KV in Redis; the same for the whole pool: raw is --dtype, int8 is half the bytes of 16 bits.",
+        choices=("raw", "bfloat16", "float16", "float32", "int8"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +147,25 @@ class WorkerSettings(ProcessSettings):
     max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)
     result_ttl: float = setting(600.0, "Seconds a finished request can still be read.", low=1, high=86400 * 7)
     kv_ttl: float = setting(3600.0, "Seconds an unused KV block stays in Redis.", low=1, high=86400 * 30)
+    kv_budget: str | None = setting(None, "Most bytes of KV blocks in Redis, e.g. 8GiB; default: what Redis allows.")
     kv_memory: str = setting("4GiB", "KV slots in this process, e.g. 512MiB or 4GiB.")
+    local_cache_bytes: str = setting("256MiB", "Hot KV blocks kept in this process, in front of Redis; 0: none.")
 
     @property
     def kv_memory_bytes(self) -> int:
         return parse_bytes("kv_memory", self.kv_memory)
 
+    @property
+    def kv_budget_bytes(self) -> int | None:
+        return None if self.kv_budget is None else parse_bytes("kv_budget", self.kv_budget)
+
+    @property
+    def local_cache_size(self) -> int:
+        return parse_bytes("local_cache_bytes", self.local_cache_bytes, least=0)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.kv_memory_bytes
+        _ = self.kv_memory_bytes, self.kv_budget_bytes, self.local_cache_size
         if self.name is not None and not (self.name.isascii() and self.name.isprintable() and self.name.split()):
             raise ConfigError(f"name: printable ASCII is wanted, got {self.name!r}")
 
@@ -169,7 +192,15 @@ class DecodeSettings(WorkerSettings):
 
     max_batch: int = setting(16, "Sequences decoded together.", low=1, high=1024)
     flush_ms: float = setting(20.0, "Tokens are written to the reply stream at most this often.", low=0, high=1000)
-    kv_miss: str = setting("requeue", "When KV blocks are gone: back to prefill, or fail.", choices=("requeue", "fail"))
+    publish_decode: str = setting(
+        "always", "Whose finished blocks decode stores for the next turn.", choices=("always", "chat", "off")
+    )
+    kv_miss: str = setting(
+        "requeue",
+        "When KV blocks are gone: once back to prefill, then compute here; compute here; or fail.",
+        choices=("requeue", "recompute", "fail"),
+    )
+    recompute_tokens: int = setting(2048, "Most tokens of lost KV that decode computes itself.", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +209,8 @@ class GatewaySettings(ProcessSettings):
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    api_key: str | None = setting(None, "A key that clients must send; as a variable no `ps` shows it.", secret=True)
+    api_keys_file: str | None = setting(None, "File with a key, or a tenant and a key, a line; read again if changed.")
     max_body: str = setting("32MiB", "Largest request body.")
     request_timeout: float = setting(600.0, "Seconds from submit to the last token.", low=0.1, high=86400)
     queue_timeout: float = setting(0.0, "Seconds a request may wait for a prefill worker; 0: no limit.", low=0)
@@ -191,6 +224,8 @@ class GatewaySettings(ProcessSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.max_body_bytes
+        if self.api_key is not None and not is_key(self.api_key):
+            raise ConfigError("api_key: printable ASCII without blanks is wanted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +272,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
         raise ConfigError(f"unknown variable {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 _UNITS = {
@@ -253,7 +289,7 @@ _UNITS = {
 }
 
 
-def parse_bytes(name: str, text: str) -> int:
+def parse_bytes(name: str, text: str, least: int = 1) -> int:
     """ "512MiB" -> 536870912. Raises ConfigError that names the setting."""
     digits = text.strip().lower()
     unit = digits.lstrip("0123456789.")
@@ -262,7 +298,7 @@ def parse_bytes(name: str, text: str) -> int:
         size = int(number * _UNITS[unit.strip()])
     except (ValueError, KeyError, OverflowError) as e:
         raise ConfigError(f"{name}: expected a size such as 512MiB, got {text!r}") from e
-    if size < 1:
+    if size < least:
         raise ConfigError(f"{name}: must be at least one byte, got {text!r}")
     return size
 
@@ -282,7 +318,9 @@ def _checked(name: str, hint: Any, value: Any, meta: Mapping[str, Any]) -> Any:
             value = float(value)
         elif hint is int and isinstance(value, str):
             value = int(value)
-    except (ValueError, OverflowError) as e:
+        elif hint is bool and isinstance(value, str):
+            value = _FLAGS[value.strip().lower()]
+    except (ValueError, OverflowError, KeyError) as e:
         raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}") from e
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
         raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}")

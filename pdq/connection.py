@@ -83,9 +83,10 @@ def blocking(url: str) -> AsyncRedis:
     return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1)
 
 
-def bulk(url: str, connections: int) -> SyncRedis:
-    """KV bytes, from threads. A large read size matters: the default takes a system call per 64 KiB."""
-    return _threads(url, BULK_TIMEOUT, Retry(_backoff(), 1, supported_errors=_RETRIED), connections, read_size=1 << 20)
+def bulk(url: str, connections: int, **transport: Any) -> SyncRedis:
+    """KV bytes, from threads. transport: parser_class and command_packer of `bulk.connect`."""
+    retry = Retry(_backoff(), 1, supported_errors=_RETRIED)
+    return _threads(url, BULK_TIMEOUT, retry, connections, read_size=1 << 16, **transport)
 
 
 def lease(url: str) -> SyncRedis:
@@ -110,7 +111,7 @@ def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int) -> A
     return aredis.Redis.from_pool(pool)
 
 
-def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size: int) -> SyncRedis:
+def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size: int, **transport: Any) -> SyncRedis:
     try:
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -120,6 +121,7 @@ def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size
             socket_read_size=read_size,
             retry=retry,
             **_options(url),
+            **transport,
         )
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e

@@ -7,29 +7,40 @@ nor the engine's thread waits for bytes. Between the store (bytes, hashes) and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from pdq import connection, prefix
+from pdq import bulk, prefix
 from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
 from pdq.config import WorkerSettings
 from pdq.engine.base import Engine, Slot
+from pdq.kv_form import form
+from pdq.messages import Request
 from pdq.store import BlockStore
 
 T = TypeVar("T")
+Blocks = list[tuple[bytes, memoryview]]  # neighbours in a chain: hash, and value without its header
 BULK_THREADS = 4
+GRACE_SECONDS = 60.0  # that what belongs to one request alone outlives its deadline
 
 
 class Prefix:
-    """The hash chain of one token sequence."""
+    """The hash chain of one token sequence, and what is known of its blocks.
 
-    def __init__(self, start: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    shared: False if the blocks are for one request alone. stored: leading blocks that are in the store, as far as this
+    worker knows. pin: until when they are pinned, by Redis' clock in ms.
+    """
+
+    def __init__(self, start: bytes, token_ids: Sequence[int], block_size: int, *, shared: bool = True) -> None:
         self._start = start
         self._tokens = token_ids
         self.hashes = prefix.chain(start, token_ids, block_size)
         self.full = len(self.hashes) * block_size  # tokens in full blocks
         self.length = len(token_ids)
+        self.shared = shared
+        self.stored = 0
+        self.pin = 0
 
     @property
     def tail_hash(self) -> bytes:
@@ -37,84 +48,145 @@ class Prefix:
 
 
 class KVTransfer:
-    """Slots in and out of Redis. The methods raise RedisError, and KVMiss where they say so."""
+    """Slots in and out of Redis. The methods raise RedisError."""
 
     def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
         spec = engine.spec
         self._engine = engine
-        self._codec = BlockCodec(spec.fingerprint, spec.dtype, spec.layout, spec.token_bytes)
-        self._size = settings.block_size
+        self._form = form(settings.kv_codec, spec.dtype, spec.layout, spec.token_bytes)
+        self._codec = BlockCodec(
+            spec.fingerprint, self._form.dtype, spec.layout, self._form.token_bytes, self._form.fixed_bytes
+        )
+        self.block_size = settings.block_size
         self._threads = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="pdq-bulk")
-        self._redis = connection.bulk(settings.blocks_url, BULK_THREADS)
-        self.store = BlockStore(self._redis, self._codec, block_size=self._size, ttl=settings.kv_ttl)
+        largest = HEADER_BYTES + self._codec.payload_bytes(self.block_size)
+        self._redis = bulk.connect(settings.blocks_url, BULK_THREADS, largest)
+        self.store = BlockStore(
+            self._redis, self._codec, block_size=self.block_size, ttl=settings.kv_ttl,
+            budget=settings.kv_budget_bytes, local=settings.local_cache_size,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the connections. A call that runs meanwhile may fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
 
-    def prefix(self, token_ids: Sequence[int], tenant: str) -> Prefix:
-        return Prefix(prefix.root(self._codec.fingerprint, self._size, tenant), token_ids, self._size)
+    def prefix(self, token_ids: Sequence[int], request: Request) -> Prefix:
+        """The chain of `token_ids` within the request's tenant, or, with its cache off, within the request."""
+        shared = request.cache != "off"
+        salt = request.tenant if shared else prefix.salt(request.tenant, f"request {request.id}")
+        return Prefix(
+            prefix.root(self._codec.fingerprint, self.block_size, salt), token_ids, self.block_size, shared=shared
+        )
 
-    async def load_prefix(self, slot: Slot, chain: Prefix, most: int) -> int:
-        """Fill an empty slot with the longest stored prefix of at most `most` tokens; the tokens that were there."""
-        hashes = chain.hashes[: most // self._size]
+    async def load_prefix(self, slot: Slot, chain: Prefix, most: int, seconds: float) -> int:
+        """Fill an empty slot with the longest stored prefix of at most `most` tokens; the tokens that were there.
+
+        The blocks are pinned for `seconds`.
+        """
+        hashes = chain.hashes[: most // self.block_size]
 
         def fetch() -> int:
-            found = self.store.longest_prefix(hashes)
-            return self._load(slot, self.store.get(hashes[:found]))
+            if not chain.shared:
+                return 0
+            chain.pin = self.store.pin(seconds)
+            chain.stored = self._fill(slot, self.store.get(hashes[: self.store.longest_prefix(hashes)]))
+            self.store.touch(hashes[: chain.stored], chain.pin)
+            return chain.stored * self.block_size
 
         return await self._run(fetch)
 
-    async def load(self, slot: Slot, chain: Prefix, tail_key: str) -> None:
-        """Fill an empty slot with the whole of `chain`, blocks and tail. Raises KVMiss if a part is not to be had."""
+    async def load(self, slot: Slot, chain: Prefix, tail_key: str, seconds: float) -> int:
+        """Fill an empty slot with as much of `chain` as is to be had, blocks and tail; the tokens that were.
 
-        def fetch() -> None:
-            payloads = self.store.get(chain.hashes)
-            if len(payloads) < len(chain.hashes):
-                raise KVMiss("block")
-            self._load(slot, payloads)
-            if chain.length > chain.full:
-                tail = self.store.get_tail(tail_key, chain.tail_hash, chain.full, chain.length)
-                self._engine.load(slot, chain.full, [(chain.length - chain.full, tail)])
+        The blocks are pinned for `seconds`.
+        """
 
-        await self._run(fetch)
+        def fetch() -> int:
+            chain.stored = self._fill(slot, self.store.get(chain.hashes, indexed=chain.shared))
+            if chain.shared and chain.hashes:
+                chain.pin = self.store.pin(seconds)
+                self.store.touch(chain.hashes[: chain.stored], chain.pin)
+            if chain.stored == len(chain.hashes) and chain.length > chain.full:
+                return self._load_tail(slot, chain, tail_key)
+            return chain.stored * self.block_size
 
-    def _load(self, slot: Slot, payloads: Sequence[memoryview]) -> int:
-        if payloads:
-            self._engine.load(slot, 0, [(self._size, p) for p in payloads])
-        return len(payloads) * self._size
+        return await self._run(fetch)
 
-    def export(self, slot: Slot, chain: Prefix, start: int, stop: int) -> list[tuple[bytes, memoryview]]:
-        """The full blocks of tokens [start, stop) as (hash, unsealed value). On the engine's thread."""
-        first, last = start // self._size, stop // self._size
-        values = self._engine.export(slot, first * self._size, last * self._size, self._size, HEADER_BYTES)
+    def _fill(self, slot: Slot, payloads: Iterable[memoryview]) -> int:
+        """Load blocks into a slot as they come; how many."""
+        count = 0
+        for payload in payloads:
+            self._engine.load(slot, count * self.block_size, [(self.block_size, self._form.unpack(payload))])
+            count += 1
+        return count
+
+    def _load_tail(self, slot: Slot, chain: Prefix, key: str) -> int:
+        try:
+            tail = self.store.get_tail(key, chain.tail_hash, chain.full, chain.length)
+        except KVMiss:
+            return chain.full
+        self._engine.load(slot, chain.full, [(chain.length - chain.full, self._form.unpack(tail))])
+        return chain.length
+
+    def export(self, slot: Slot, chain: Prefix, start: int, stop: int) -> Blocks:
+        """The full blocks of tokens [start, stop). Not while the slot is in a forward."""
+        first, last = start // self.block_size, stop // self.block_size
+        values = self._engine.export(
+            slot, first * self.block_size, last * self.block_size, self.block_size, HEADER_BYTES
+        )
         return list(zip(chain.hashes[first:last], values, strict=True))
 
-    async def publish(self, blocks: list[tuple[bytes, memoryview]], first: int) -> None:
-        """Seal and store exported blocks; `first` is the position of the first one's first token."""
+    async def export_beside(self, slot: Slot, chain: Prefix, start: int) -> Blocks:
+        """`export` of all full blocks from token `start` on, in a thread."""
+        return await self._run(lambda: self.export(slot, chain, start, chain.full))
 
-        def send() -> None:
-            for i, (block_hash, value) in enumerate(blocks):
-                start = first + i * self._size
-                self._codec.seal(value, block_hash, start, start + self._size)
-            self.store.put(blocks)
+    async def publish(self, blocks: Blocks, start: int, chain: Prefix, seconds: float) -> None:
+        """Store exported blocks, the first of which holds token `start`, for whoever has the same prefix.
 
-        await self._run(send)
+        Without room in Redis they are dropped, and so is what would follow them: `chain.stored` tells. seconds: that
+        blocks of one request alone are needed.
+        """
+        first = start // self.block_size
+        if chain.stored < first or not blocks:
+            return
+
+        def send() -> int:
+            sealed = [(h, self._sealed(v, h, first + i)) for i, (h, v) in enumerate(blocks)]
+            if not chain.shared:
+                return self.store.put_private(sealed, seconds + GRACE_SECONDS)
+            return self.store.put(sealed, first, chain.pin)
+
+        chain.stored = first + await self._run(send)
+
+    def _sealed(self, value: memoryview, block_hash: bytes, i: int) -> memoryview:
+        packed = self._form.pack(value, HEADER_BYTES)
+        self._codec.seal(packed, block_hash, i * self.block_size, (i + 1) * self.block_size)
+        return packed
+
+    async def end(self, chain: Prefix) -> None:
+        """The request has ended: its blocks are like any others now, or gone if they were its own."""
+        if chain.stored and chain.shared:
+            await self._run(lambda: self.store.unpin(chain.hashes[: chain.stored], chain.pin))
+        elif chain.stored:
+            await self._run(lambda: self.store.drop(chain.hashes[: chain.stored]))
 
     def export_tail(self, slot: Slot, chain: Prefix) -> memoryview | None:
-        """The partial last block, unsealed; None if there is none. On the engine's thread."""
+        """The partial last block, without header; None if there is none. Not while the slot is in a forward."""
         if chain.length == chain.full:
             return None
-        (value,) = self._engine.export(slot, chain.full, chain.length, self._size, HEADER_BYTES)
+        (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
         return value
 
-    async def publish_tail(self, key: str, value: memoryview, chain: Prefix, ttl: float) -> None:
-        def send() -> None:
-            self._codec.seal(value, chain.tail_hash, chain.full, chain.length)
-            self.store.put_tail(key, value, ttl)
+    async def publish_tail(self, key: str, value: memoryview, chain: Prefix, seconds: float) -> bool:
+        """Store the tail of a request that has `seconds` left; was there room?"""
 
-        await self._run(send)
+        def send() -> bool:
+            packed = self._form.pack(value, HEADER_BYTES)
+            self._codec.seal(packed, chain.tail_hash, chain.full, chain.length)
+            return self.store.put_tail(key, packed, seconds + GRACE_SECONDS)
+
+        return await self._run(send)
 
     async def drop_tail(self, key: str) -> None:
         """Delete a tail that nobody will want again; its TTL covers a failure to."""

@@ -34,7 +34,13 @@ class Running:
     job: Job
     lease_seconds: float
     ended: str = ""
+    claimed: float = field(default_factory=time.monotonic)
     renewed: float = field(default_factory=time.monotonic)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the request's deadline, now."""
+        return max(self.job.remaining - (time.monotonic() - self.claimed), 0.0)
 
     @property
     def lapsed(self) -> bool:

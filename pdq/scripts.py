@@ -78,6 +78,10 @@ check = Script("check")
 leave_group = Script("leave_group")
 sweep = Script("sweep")
 
+# Of the block index, which is not of a pool; what they lose is a cache.
+evict = Script("evict")
+unpin = Script("unpin")
+
 
 async def run_many(redis: AsyncRedis, calls: Sequence[Call]) -> list[Any]:
     """Run several calls in one round trip. An entry of the result is an exception where its call failed."""

@@ -1,9 +1,12 @@
-"""KV blocks in Redis: find the longest stored prefix, put, get, touch. Bytes in, bytes out; no torch.
+"""KV blocks in Redis: find the longest stored prefix, put, get, touch, evict. Bytes in, bytes out; no torch.
 
-Methods block and are meant for a small thread pool (the sync client moves large values about twice as fast as the
-asyncio one). A block is one value under its hash (blocks.py). The index, a sorted set of hashes by last use, answers
-"how long a prefix is there" in one round trip; it is written after the bytes and is only a hint: what `get` finds
-missing leaves it.
+Methods block and are meant for a small thread pool. A block is one value under its hash (blocks.py). The index, a
+sorted set of hashes, answers "how long a prefix is there" in one round trip; it is written after the bytes and is only
+a hint: what `get` finds missing leaves it.
+
+A block's score in the index is the time of its last use, or a time to come while a request needs it: until then it is
+*pinned*. Eviction takes the lowest scores up to now. Pins are times, so they cannot leak. Within a chain the scores
+fall from head to tail, since a tail is worth nothing without its head.
 """
 
 from __future__ import annotations
@@ -11,77 +14,141 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pdq import keys
-from pdq.blocks import BlockCodec, KVMiss
+from pdq import keys, scripts
+from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
+from pdq.bulk import Value, Values
 from pdq.connection import SyncRedis
+from pdq.local_cache import LocalCache
 
 CLOCK_SECONDS = 60.0
-BATCH_BYTES = 8 << 20  # of one MGET or one pipeline of SETs: more would hold up the server's other clients
+STEP = 1 / 1024  # between the scores, in ms, of neighbours in a chain; a double holds that exactly for centuries
+MOST_EVICTED = 4096  # by one put
+PIN_SLACK_MS = 100  # by which two workers may have computed the end of one pin apart
 
 
 class BlockStore:
-    """The blocks of one model. ttl: seconds an unused block stays. counters: hits, misses by reason, bytes."""
+    """The blocks of one model.
 
-    def __init__(self, redis: SyncRedis, codec: BlockCodec, *, block_size: int, ttl: float) -> None:
+    ttl: seconds an unused block stays. budget: bytes of all blocks in Redis; None leaves that to Redis' own limits.
+    local: bytes of blocks kept in this process, too. counters: tokens found by tier, misses by reason, bytes and
+    microseconds in and out, blocks evicted and dropped.
+    """
+
+    def __init__(
+        self,
+        redis: SyncRedis,
+        codec: BlockCodec,
+        *,
+        block_size: int,
+        ttl: float,
+        budget: int | None = None,
+        local: int = 0,
+    ) -> None:
+        value_bytes = HEADER_BYTES + codec.payload_bytes(block_size)
         self._redis = redis
+        self._values = Values(redis, value_bytes)
         self._codec = codec
         self._keys = keys.BlockKeys(codec.fingerprint)
         self._block_size = block_size
         self._ttl_ms = int(ttl * 1000)
-        self._per_batch = max(BATCH_BYTES // (block_size * codec.token_bytes), 1)
+        self._most_blocks = None if budget is None else budget // value_bytes
+        self._local = LocalCache(local)
         self._lock = threading.Lock()
         self._clock = (0, 0.0)  # Redis' milliseconds ahead of ours, and until when that is taken to hold
         self.counters: Counter[str] = Counter()
 
+    def pin(self, seconds: float) -> int:
+        """The time, in Redis' milliseconds, to which blocks are pinned that are needed for `seconds`."""
+        return self._now_ms() + int(seconds * 1000)
+
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks the index knows. One round trip. Raises RedisError."""
-        if not hashes:
-            return 0
-        scores: Any = self._redis.zmscore(self._keys.index, hashes)  # type: ignore[arg-type]
-        return next((i for i, score in enumerate(scores) if score is None), len(scores))
+        """How many leading blocks are known here or in the index. At most one round trip. Raises RedisError."""
+        near = next((i for i, h in enumerate(hashes) if h not in self._local), len(hashes))
+        if near == len(hashes):
+            return near
+        scores: Any = self._redis.zmscore(self._keys.index, hashes[near:])  # type: ignore[arg-type]
+        for i, (block_hash, score) in enumerate(zip(hashes[near:], scores, strict=True), near):
+            if score is None and block_hash not in self._local:
+                return i
+        return len(hashes)
 
-    def get(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """Checked payloads of the leading blocks, up to the first that is missing or wrong. Raises RedisError.
+    def get(self, hashes: Sequence[bytes], *, indexed: bool = True) -> Iterator[memoryview]:
+        """Checked payloads of the leading blocks as they come in, up to the first that is missing or wrong.
 
-        What is read is touched: its TTL starts again. Hash i names tokens [i*block_size, (i+1)*block_size).
+        Hash i names tokens [i*block_size, (i+1)*block_size). indexed: False for blocks of one request alone.
+        Raises RedisError.
         """
-        payloads: list[memoryview] = []
-        for at in range(0, len(hashes), self._per_batch):
-            batch = hashes[at : at + self._per_batch]
-            values: Any = self._redis.mget([self._keys.block(h) for h in batch])
-            good = self._open(batch, values, at)
-            payloads += good
-            if len(good) < len(batch):
-                self._redis.zrem(self._keys.index, batch[len(good)])
-                break
-        self._touch(hashes[: len(payloads)])
-        return payloads
+        held = [self._local.get(h) for h in hashes]
+        far = self._values.get([self._keys.block(h) for h, value in zip(hashes, held, strict=True) if value is None])
+        fetched: list[tuple[bytes, Value]] = []
+        try:
+            for i, (block_hash, value) in enumerate(zip(hashes, held, strict=True)):
+                if value is not None:
+                    self.count(hit_tokens_local=self._block_size)
+                    yield memoryview(value)[HEADER_BYTES:]
+                    continue
+                began = time.perf_counter()
+                value = next(far)
+                try:
+                    payload = self._open(value, block_hash, i)
+                except KVMiss:
+                    if indexed:
+                        self._redis.zrem(self._keys.index, block_hash)
+                    return
+                self.count(
+                    hit_tokens_redis=self._block_size, bytes_in=len(payload),
+                    us_in=int((time.perf_counter() - began) * 1e6),
+                )  # fmt: skip
+                if value is not None and indexed:
+                    fetched.append((block_hash, value))
+                yield payload
+        finally:
+            far.close()
+            self._local.add(reversed(fetched))
 
-    def _open(self, hashes: Sequence[bytes], values: Sequence[bytes | None], first: int) -> list[memoryview]:
-        payloads: list[memoryview] = []
-        for i, (block_hash, value) in enumerate(zip(hashes, values, strict=True), first):
-            try:
-                payload = self._codec.open(value, block_hash, i * self._block_size, (i + 1) * self._block_size)
-            except KVMiss as miss:
-                self.count(**{f"miss_{miss.reason}": 1})
-                break
-            payloads.append(payload)
-        self.count(hit_blocks=len(payloads), bytes_in=sum(map(len, payloads)))
-        return payloads
+    def _open(self, value: Value | None, block_hash: bytes, i: int) -> memoryview:
+        try:
+            return self._codec.open(value, block_hash, i * self._block_size, (i + 1) * self._block_size)
+        except KVMiss as miss:
+            self.count(**{f"miss_{miss.reason}": 1})
+            raise
 
-    def put(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
-        """Store sealed values (header and payload) under their hashes, then index them. Raises RedisError."""
-        for at in range(0, len(blocks), self._per_batch):
-            batch = blocks[at : at + self._per_batch]
-            pipe = self._redis.pipeline(transaction=False)
-            for block_hash, value in batch:
-                pipe.set(self._keys.block(block_hash), value, px=self._ttl_ms)
-            pipe.execute()
-            self.count(bytes_out=sum(len(value) for _, value in batch))
-            self._index([block_hash for block_hash, _ in batch])
+    def put(self, blocks: Sequence[tuple[bytes, memoryview]], first: int = 0, pin: int = 0) -> int:
+        """Store sealed values (header and payload) under their hashes, then index them; how many there was room for.
+
+        blocks: neighbours in a chain, from its block `first` on. pin: see `pin`; 0: used now, needed by nobody.
+        Raises RedisError.
+        """
+        self._local.add(reversed(blocks))
+        stored = self._store(blocks, self._ttl(pin))
+        if stored:
+            self._index([block_hash for block_hash, _ in blocks[:stored]], first, pin)
+        return stored
+
+    def put_private(self, blocks: Sequence[tuple[bytes, memoryview]], ttl: float) -> int:
+        """Like `put` for blocks that nobody but one request will look for; they are dropped by `drop`."""
+        return self._store(blocks, max(int(ttl * 1000), 1))
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        if hashes:
+            self._unlink(hashes)
+
+    def _store(self, blocks: Sequence[tuple[bytes, memoryview]], ttl_ms: int) -> int:
+        began = time.perf_counter()
+        stored = self._values.put([(self._keys.block(h), value) for h, value in blocks], ttl_ms)
+        self.count(
+            bytes_out=sum(len(value) for _, value in blocks[:stored]),
+            us_out=int((time.perf_counter() - began) * 1e6),
+            dropped_blocks=len(blocks) - stored,
+        )
+        return stored
+
+    def _ttl(self, pin: int) -> int:
+        """A pinned block lives at least as long as its pin."""
+        return max(self._ttl_ms, pin - self._now_ms()) if pin else self._ttl_ms
 
     def _now_ms(self) -> int:
         """By the clock of Redis, which is asked once a minute: workers of one pool need not agree on the time."""
@@ -93,33 +160,70 @@ class BlockStore:
             self._clock = (ahead, local + CLOCK_SECONDS)
         return int(time.monotonic() * 1000) + ahead
 
-    def _index(self, hashes: Sequence[bytes]) -> None:
+    def _index(self, hashes: Sequence[bytes], first: int, pin: int) -> None:
         now = self._now_ms()
+        score = max(pin, now)
         pipe = self._redis.pipeline(transaction=False)
-        pipe.zadd(self._keys.index, dict.fromkeys(hashes, now))
+        pipe.zadd(self._keys.index, {h: score - i * STEP for i, h in enumerate(hashes, first)}, gt=True)
         # A block unused for a TTL has expired: its line goes, so that the index cannot outgrow the blocks.
         pipe.zremrangebyscore(self._keys.index, "-inf", now - self._ttl_ms - 1)
-        pipe.pexpire(self._keys.index, 2 * self._ttl_ms)
-        pipe.execute()
+        pipe.pexpire(self._keys.index, max(2 * self._ttl_ms, score - now + self._ttl_ms))
+        pipe.zcard(self._keys.index)
+        indexed = pipe.execute()[-1]
+        if self._most_blocks is not None and indexed > self._most_blocks:
+            self._evict(now, self._most_blocks)
 
-    def _touch(self, hashes: Sequence[bytes]) -> None:
-        if not hashes:
-            return
+    def _evict(self, now: int, most: int) -> None:
+        victims: Any = scripts.evict([self._keys.index], now, most, MOST_EVICTED).run_sync(self._redis)
+        self.count(evicted_blocks=len(victims))
+        if victims:
+            self._unlink(victims)
+
+    def _unlink(self, hashes: Sequence[bytes]) -> None:
         pipe = self._redis.pipeline(transaction=False)
         for block_hash in hashes:
-            pipe.pexpire(self._keys.block(block_hash), self._ttl_ms)
-        pipe.zadd(self._keys.index, dict.fromkeys(hashes, self._now_ms()))
-        pipe.execute(raise_on_error=False)  # a Redis that is full or read-only has still given the blocks
+            pipe.unlink(self._keys.block(block_hash))
+        pipe.execute()
 
-    def put_tail(self, key: str, value: memoryview, ttl: float) -> None:
-        """Store the sealed partial block of a handoff for `ttl` seconds. Raises RedisError."""
-        self._redis.set(key, value, px=max(int(ttl * 1000), 1))
-        self.count(bytes_out=len(value))
+    def touch(self, hashes: Sequence[bytes], pin: int = 0) -> None:
+        """The leading blocks of a chain are in use: start their TTL anew, and pin them.
+
+        What is here and no longer in Redis is put there again: other workers will look for it. Raises RedisError.
+        """
+        if not hashes:
+            return
+        now, ttl = self._now_ms(), self._ttl(pin)
+        pipe = self._redis.pipeline(transaction=False)
+        for block_hash in hashes:
+            pipe.pexpire(self._keys.block(block_hash), ttl)
+        pipe.zadd(self._keys.index, {h: max(pin, now) - i * STEP for i, h in enumerate(hashes)}, gt=True)
+        there = pipe.execute(raise_on_error=False)  # a Redis that is full or read-only has still given the blocks
+        for i, (block_hash, found) in enumerate(zip(hashes, there, strict=False)):
+            value = self._local.get(block_hash)
+            if found == 0 and value is not None:
+                self.count(restored_blocks=1)
+                self.put([(block_hash, memoryview(value))], i, pin)
+
+    def unpin(self, hashes: Sequence[bytes], pin: int) -> None:
+        """The request that pinned these leading blocks of a chain until `pin` has ended. Raises RedisError."""
+        if hashes:
+            now = self._now_ms()
+            scripts.unpin([self._keys.index], pin + PIN_SLACK_MS, now, STEP, *hashes).run_sync(self._redis)
+
+    def put_tail(self, key: str, value: memoryview, ttl: float) -> bool:
+        """Store the sealed partial block of a handoff for `ttl` seconds; was there room? Raises RedisError."""
+        stored = self._values.put([(key, value)], max(int(ttl * 1000), 1))
+        self.count(bytes_out=len(value) * stored, dropped_tails=1 - stored)
+        return bool(stored)
 
     def get_tail(self, key: str, tail_hash: bytes, start: int, stop: int) -> memoryview:
         """The checked payload of tokens [start, stop). Reading does not delete. Raises KVMiss, RedisError."""
-        value: Any = self._redis.get(key)
-        payload = self._codec.open(value, tail_hash, start, stop)
+        (value,) = self._values.get([key])
+        try:
+            payload = self._codec.open(value, tail_hash, start, stop)
+        except KVMiss as miss:
+            self.count(**{f"miss_{miss.reason}": 1})
+            raise
         self.count(bytes_in=len(payload))
         return payload
 
@@ -128,4 +232,4 @@ class BlockStore:
 
     def count(self, **amounts: int) -> None:
         with self._lock:
-            self.counters.update(amounts)
+            self.counters.update({name: n for name, n in amounts.items() if n})

@@ -80,7 +80,7 @@ class Stage(Protocol):
 
     def counters(self) -> Counter[str]: ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of what is held outside this process; nothing is asked of the stage afterwards."""
         ...
 
@@ -127,7 +127,7 @@ class Worker:
                 await cancelled(tasks)
                 await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
-        stage.close()
+        await stage.close()
 
     def more_room(self) -> None:
         """The stage's capacity may have grown."""

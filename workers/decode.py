@@ -12,40 +12,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pdq.blocks import KVMiss
 from pdq.config import DecodeSettings
 from pdq.connection import RedisError
-from pdq.engine.base import Segment, Slot
+from pdq.engine.base import Scores, Segment, Slot
 from pdq.errors import PdqError, RequestFailed
 from pdq.generation import Generation, max_new_tokens
+from pdq.kv_transfer import Prefix
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Usage
 from pdq.program import Parts, run_program
 from pdq.queue import Job
 from pdq.worker import RETRY_SECONDS, retried
+from pdq.write_back import WriteBack
 
 log = logging.getLogger(__name__)
 
-REPLAY_CHUNK = 64  # emitted tokens recomputed in one step after a take-over, so that the others do not stutter
+REPLAY_CHUNK = 64  # tokens recomputed in one step (after a take-over, or lost KV), so that the others do not stutter
 
 
 class Sequence:
-    """One running completion. feed: tokens whose KV is not there yet, the last of which gives the next token."""
+    """One running completion.
 
-    def __init__(self, running: Running, handoff: Handoff, slot: Slot, generation: Generation, feed: list[int]) -> None:
+    known: tokens of prompt and completion; `feed` those of them whose KV is not there yet, the last of which gives the
+    next token. chain: of the tokens whose KV came from prefill.
+    """
+
+    def __init__(
+        self, running: Running, handoff: Handoff, slot: Slot, generation: Generation, known: list[int], chain: Prefix
+    ) -> None:
         self.running = running
         self.handoff = handoff
         self.slot = slot
         self.generation = generation
-        self.feed = feed
+        self.known = known
+        self.feed = known[slot.length :]
+        self.chain = chain
         self.sent = generation.count  # tokens in events that were made
         self.tokens: list[int] = []  # sampled since
+        self.scores: list[Scores] = []  # of those, if they are wanted
+        self.history: array[int] | None = None  # prompt and completion, if they are wanted
         self.text = ""
         self.finish_reason: str | None = None
         self.joined = time.monotonic()
@@ -54,10 +66,13 @@ class Sequence:
     def segment(self) -> Segment:
         if len(self.feed) > REPLAY_CHUNK:
             return Segment(self.slot, self.feed[:REPLAY_CHUNK])
-        return Segment(self.slot, self.feed, self.running.job.request.sampling, self.generation.count)
+        params = self.running.job.request.sampling
+        scores: list[Scores] | None = None if params.logprobs is None else []
+        return Segment(self.slot, self.feed, params, self.generation.count, self.history, scores)
 
-    def advance(self, fed: int, token: int | None) -> None:
-        """Account for a forward over `fed` tokens of the feed."""
+    def advance(self, segment: Segment, token: int | None) -> None:
+        """Account for a forward over `segment`, which begins the feed."""
+        fed = len(segment.token_ids)
         if fed < len(self.feed):
             self.feed = self.feed[fed:]
             return
@@ -65,19 +80,24 @@ class Sequence:
             raise RuntimeError("the model's logits are not finite")
         step = self.generation.push(token)
         self.tokens.append(token)
+        self.scores += segment.scores or ()
+        if self.history is not None:
+            self.history.append(token)
         self.text += step.text
         self.finish_reason = step.finish_reason
+        self.known.append(token)
         self.feed = [token]
 
     def event(self) -> Event:
         """Take what was sampled since the last event as the next one."""
-        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason)
+        logprobs = self.generation.logprobs(self.scores)
+        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, logprobs=logprobs)
         if event.terminal:
             usage = Usage(len(self.handoff.prompt), self.generation.count, self.handoff.cached_tokens)
             timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
             event = replace(event, usage=usage, timings=timings)
         self.sent += len(self.tokens)
-        self.tokens, self.text = [], ""
+        self.tokens, self.scores, self.text = [], [], ""
         return event
 
     def end(self, error: Exception | None) -> None:
@@ -104,6 +124,9 @@ class DecodeStage:
         self._ended = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._counters: Counter[str] = Counter()
+        self._write_back = WriteBack(
+            settings.publish_decode, parts.transfer, parts.slots, parts.engine.spec.token_bytes
+        )
 
     @property
     def capacity(self) -> int:
@@ -111,7 +134,7 @@ class DecodeStage:
         return 0 if self._parts.slots.waiting else self._settings.max_batch
 
     def counters(self) -> Counter[str]:
-        return self._counters + self._parts.transfer.store.counters
+        return self._counters + self._write_back.counters + self._parts.transfer.store.counters
 
     async def ready(self) -> bool:
         """Decode takes what it has room for; nothing comes after it that could be overrun."""
@@ -165,25 +188,37 @@ class DecodeStage:
         slot = await parts.slots.open(len(handoff.prompt) + generation.max_new, running)
         try:
             running.check()
-            chain = parts.transfer.prefix(tokens[: handoff.kv_length], job.request.tenant)
-            await parts.transfer.load(slot, chain, handoff.tail_key)
-            return Sequence(running, handoff, slot, generation, tokens[handoff.kv_length :])
-        except KVMiss as miss:
-            parts.slots.close(slot)
-            await self._on_miss(running, miss)
-            return None
+            chain = parts.transfer.prefix(tokens[: handoff.kv_length], job.request)
+            found = await parts.transfer.load(slot, chain, handoff.tail_key, running.remaining)
+            if found < handoff.kv_length and await self._sent_back(running, handoff.kv_length - found):
+                parts.slots.close(slot)
+                return None
+            sequence = Sequence(running, handoff, slot, generation, tokens, chain)
+            sequence.history = array("q", tokens) if sampling.counts_tokens else None
+            return sequence
         except BaseException:
             parts.slots.close(slot)
             raise
 
-    async def _on_miss(self, running: Running, miss: KVMiss) -> None:
+    async def _sent_back(self, running: Running, missing: int) -> bool:
+        """KV of `missing` tokens is gone: is the job back in prefill (True), or to be gone on with here (False)?
+
+        Raises RequestFailed if neither may be done.
+        """
         self._counters["kv_missing"] += 1
-        queue = self._parts.worker.queue
-        if self._settings.kv_miss == "requeue" and await retried(running, lambda: queue.requeue(running.job)):
+        queue, policy = self._parts.worker.queue, self._settings.kv_miss
+        short = policy != "fail" and missing <= self._settings.recompute_tokens
+        if policy == "recompute" and short:
+            self._counters["kv_recomputed"] += 1
+            return False
+        if policy != "fail" and await retried(running, lambda: queue.requeue(running.job)):
             self._counters["kv_requeued"] += 1
             await self.ended(running.job)  # for this handoff; there will be another with a tail of its own
-            return
-        raise RequestFailed(f"the KV of the prompt is gone ({miss.reason})")
+            return True
+        if short:
+            self._counters["kv_recomputed"] += 1
+            return False
+        raise RequestFailed(f"the KV of {missing} tokens is gone, and --kv-miss {policy} leaves no other way")
 
     async def _leave(self, sequence: Sequence) -> None:
         """Out of the batch, between two steps: a slot is not closed under a running forward."""
@@ -191,9 +226,11 @@ class DecodeStage:
             for group in (self._batch, self._finished):
                 if sequence in group:
                     group.remove(sequence)
-            self._parts.slots.close(sequence.slot)
+            if sequence.finish_reason is None:  # else the slot is the write-back's
+                self._parts.slots.close(sequence.slot)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self._write_back.close()
         self._parts.transfer.close()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
@@ -226,7 +263,7 @@ class DecodeStage:
             await self._step_alone(batch)
         else:
             for sequence, segment, token in zip(batch, segments, tokens, strict=True):
-                self._advance(sequence, len(segment.token_ids), token)
+                self._advance(sequence, segment, token)
         self._to_write.set()
 
     async def _step_alone(self, batch: list[Sequence]) -> None:
@@ -239,7 +276,7 @@ class DecodeStage:
                 log.exception("%s: its step fails", sequence.running.job.id)
                 sequence.end(e)
             else:
-                self._advance(sequence, len(segment.token_ids), token)
+                self._advance(sequence, segment, token)
 
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
         loop = asyncio.get_running_loop()
@@ -248,9 +285,9 @@ class DecodeStage:
         self._parts.worker.leases.progress()
         return tokens
 
-    def _advance(self, sequence: Sequence, fed: int, token: int | None) -> None:
+    def _advance(self, sequence: Sequence, segment: Segment, token: int | None) -> None:
         try:
-            sequence.advance(fed, token)
+            sequence.advance(segment, token)
         except Exception as e:
             log.exception("%s: its step failed", sequence.running.job.id)
             sequence.end(e)
@@ -259,7 +296,8 @@ class DecodeStage:
             self._batch.remove(sequence)
             self._finished.append(sequence)
             self._ended.set()
-            self._parts.slots.close(sequence.slot)
+            known = sequence.known[: sequence.slot.length]
+            self._write_back.take(sequence.slot, known, sequence.chain, sequence.running.job.request)
 
     async def _writes(self) -> None:
         while True:

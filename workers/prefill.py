@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from pdq import keys
 from pdq.config import PrefillSettings
 from pdq.connection import RedisError
-from pdq.engine.base import Segment, Slot
+from pdq.engine.base import Scores, Segment, Slot
 from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from pdq.generation import Generation, max_new_tokens
 from pdq.kv_transfer import Prefix, in_thread
@@ -28,12 +28,12 @@ from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request, SamplingParams, Timings, Usage
 from pdq.program import Parts, run_program
 from pdq.queue import Job
+from pdq.validate import check_sampling
 from pdq.worker import retried
 
 T = TypeVar("T")
 JOBS = 8  # one computes; the others still store their last blocks and hand off
 HELD_SECONDS = 0.05  # between two looks at what waits for decode
-TAIL_GRACE = 60.0  # seconds a tail outlives its request's deadline
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Prompt:
     sampling: SamplingParams | None  # how to sample the token that follows; None if it is known already
     cached: int = 0  # prompt tokens whose KV was in the store
     storing: asyncio.Task[None] | None = None  # of the latest chunk's blocks
+    scores: list[Scores] = field(default_factory=list)  # of that token, if they are wanted
 
     async def stored(self) -> None:
         """Wait until the blocks exported so far are in the store. Raises RedisError."""
@@ -81,7 +82,7 @@ class PrefillStage:
             self._held = await self._parts.worker.queue.held()
         return self._held <= self._most_held
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._parts.transfer.close()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
@@ -103,7 +104,7 @@ class PrefillStage:
         emitted = await parts.worker.queue.emitted(job)
         # Emitted tokens: an earlier attempt got so far, or decode lost the KV. All but the last have KV to be made.
         sequence = [*tokens, *emitted[:-1]]
-        chain = parts.transfer.prefix(sequence, job.request.tenant)
+        chain = parts.transfer.prefix(sequence, job.request)
         slot = await parts.slots.open(len(sequence), running)
         prompt = Prompt(running, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
@@ -125,7 +126,9 @@ class PrefillStage:
         try:
             ended = token is not None and await self._first_token(prompt, token, timings)
             await prompt.stored()
-            if not ended:
+            if ended:
+                await self._parts.transfer.end(prompt.chain)
+            else:
                 await self._hand_off(prompt, timings)
         finally:
             self._computed -= 1
@@ -145,7 +148,8 @@ class PrefillStage:
             raise InvalidRequest(f"{field}: holds no tokens", param=field)
         if max(tokens) >= spec.vocab_size or min(tokens) < 0:
             raise InvalidRequest(f"{field}: token ids must be below {spec.vocab_size}", param=field)
-        wanted = request.sampling.max_tokens or 1
+        check_sampling(request.sampling, spec.vocab_size, spec.eos_ids)
+        wanted = request.sampling.max_tokens or max(request.sampling.min_tokens, 1)
         if len(tokens) + wanted > spec.max_model_len:
             raise ContextTooLong(
                 f"{field}: {len(tokens)} prompt tokens and {wanted} new ones are over the context of "
@@ -160,20 +164,23 @@ class PrefillStage:
         The token that follows, if it is wanted. The last chunk may still be on its way to the store.
         """
         slot, length, transfer = prompt.slot, len(prompt.sequence), self._parts.transfer
-        found = await transfer.load_prefix(slot, prompt.chain, length - 1)
+        found = await transfer.load_prefix(slot, prompt.chain, length - 1, prompt.running.remaining)
         prompt.cached = min(found, len(prompt.tokens))
         token: int | None = None
         while slot.length < length:
             prompt.running.check()
             at = slot.length
             chunk = prompt.sequence[at : at + self._settings.chunk_tokens]
-            segment = Segment(slot, chunk, prompt.sampling if at + len(chunk) == length else None)
+            sampling = prompt.sampling if at + len(chunk) == length else None
+            segment = Segment(slot, chunk, sampling, 0, prompt.tokens, prompt.scores)
             token, blocks = await self._on_engine(partial(self._forward, segment, prompt.chain, at))
             if segment.sample is not None and token is None:
                 raise RuntimeError("the model's logits are not finite")  # and its KV is not to be stored
             await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
             first = at // self._settings.block_size * self._settings.block_size
-            prompt.storing = asyncio.create_task(transfer.publish(blocks, first))
+            prompt.storing = asyncio.create_task(
+                transfer.publish(blocks, first, prompt.chain, prompt.running.remaining)
+            )
         return token
 
     def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:
@@ -186,25 +193,37 @@ class PrefillStage:
         running, spec = prompt.running, self._parts.engine.spec
         sampling = running.job.request.sampling
         most = max_new_tokens(sampling, len(prompt.tokens), spec.max_model_len)
-        step = Generation(self._parts.tokenizer, sampling, spec.eos_ids, most).push(token)
+        generation = Generation(self._parts.tokenizer, sampling, spec.eos_ids, most)
+        step = generation.push(token)
         usage = Usage(len(prompt.tokens), 1, prompt.cached) if step.finish_reason else None
-        event = Event(0, (token,), step.text, step.finish_reason, usage, timings)
+        logprobs = generation.logprobs(prompt.scores)
+        event = Event(0, (token,), step.text, step.finish_reason, usage, timings, logprobs=logprobs)
         (verdict,) = await retried(running, lambda: self._parts.worker.queue.write([(running.job, event)]))
         running.note(verdict)
         running.check()
         return event.terminal
 
     async def _hand_off(self, prompt: Prompt, timings: Timings) -> None:
-        job, transfer, spec = prompt.running.job, self._parts.transfer, self._parts.engine.spec
-        tail = await self._on_engine(partial(transfer.export_tail, prompt.slot, prompt.chain))
-        key = "" if tail is None else keys.tail(job.id, job.attempt)
-        if tail is not None:
-            await transfer.publish_tail(key, tail, prompt.chain, job.remaining + TAIL_GRACE)
+        job, spec = prompt.running.job, self._parts.engine.spec
+        key, stored = await self._store_tail(prompt)
         handoff = Handoff(
-            prompt=tuple(prompt.tokens), kv_length=len(prompt.sequence), fingerprint=spec.fingerprint,
+            prompt=tuple(prompt.tokens), kv_length=stored, fingerprint=spec.fingerprint,
             block_size=self._settings.block_size, tail_key=key, cached_tokens=prompt.cached, timings=timings,
         )  # fmt: skip
         self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
+
+    async def _store_tail(self, prompt: Prompt) -> tuple[str, int]:
+        """The tail's key, and how many tokens have KV in the store: fewer than all if Redis had no room."""
+        chain, transfer, job = prompt.chain, self._parts.transfer, prompt.running.job
+        if chain.stored < len(chain.hashes):
+            return "", chain.stored * self._settings.block_size
+        tail = await self._on_engine(partial(transfer.export_tail, prompt.slot, chain))
+        if tail is None:
+            return "", chain.length
+        key = keys.tail(job.id, job.attempt)
+        if await transfer.publish_tail(key, tail, chain, prompt.running.remaining):
+            return key, chain.length
+        return "", chain.full
 
     async def _on_engine(self, call: partial[T]) -> T:
         return await in_thread(self._parts.compute, call)

@@ -27,13 +27,16 @@ def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
         )
     if settings.engine != "torch" or folder is None:
         raise ConfigError(f"engine: torch or scripted:... is wanted, got {settings.engine!r}")
-    check_supported(folder)
+    code = settings.trust_remote_code
+    check_supported(folder, trust_remote_code=code)
     from pdq.engine.model import load_model
     from pdq.engine.runner import TorchEngine
 
+    # Workers of different dtypes may exchange KV in a form that both declare.
+    exchanged = settings.dtype if settings.kv_codec == "raw" else settings.kv_codec
     return TorchEngine(
-        load_model(folder, dtype=settings.dtype, device=settings.device),
-        fingerprint=fingerprint(folder, dtype=settings.dtype, block_size=settings.block_size),
+        load_model(folder, dtype=settings.dtype, device=settings.device, trust_remote_code=code),
+        fingerprint=fingerprint(folder, dtype=exchanged, block_size=settings.block_size, trust_remote_code=code),
         dtype=settings.dtype,
         max_model_len=context_limit(folder, settings.max_model_len),
         eos_ids=eos_token_ids(folder),

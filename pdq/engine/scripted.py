@@ -6,6 +6,9 @@
     --engine scripted:crash_on=35,hang_on=36,hang_ms=9e3 a sequence that holds token 35 ends the process, one with
                                                          token 36 makes its forwards hang for 9 s
 
+Of the sampling options, a changed token shows penalties (by all tokens before), and allowed_token_ids, min_tokens and
+logprobs hold; the rest changes nothing.
+
 KV of a token is its id and a running checksum of all tokens up to it, repeated to `token_bytes`. The next token follows
 from the last checksum, so a lost, swapped or foreign block changes the text or is refused: tests see wrong KV at once.
 """
@@ -19,11 +22,13 @@ import struct
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
+from pdq.engine.base import EngineSpec, NoRoom, Scores, Segment, Slot
 from pdq.errors import ConfigError
+from pdq.messages import SamplingParams
 from pdq.text import ByteTokenizer
 
 _RECORD = struct.Struct("<II")
@@ -144,11 +149,22 @@ class ScriptedEngine:
             slot.append(token)
         if segment.sample is None:
             return None
+        token = self._token(segment, segment.sample, slot.sums[-1])
+        if segment.sample.logprobs is not None and segment.scores is not None:
+            segment.scores.append(_scores(token, segment.sample.logprobs, slot.sums[-1]))
+        return token
+
+    def _token(self, segment: Segment, params: SamplingParams, state: int) -> int:
         if self._answer:
             return self._answer[segment.position % len(self._answer)]
-        seed = segment.sample.seed if segment.sample.temperature > 0 else 0
-        draw = zlib.crc32(struct.pack("<Qq", segment.position, seed), slot.sums[-1])
-        if self._script.eos_every and draw % self._script.eos_every == 0:
+        seed = params.seed if params.temperature > 0 else 0
+        draw = zlib.crc32(struct.pack("<Qq", segment.position, seed), state)
+        if params.counts_tokens:
+            draw = zlib.crc32(array("q", segment.history or ()), draw)
+        if params.allowed_token_ids is not None:
+            return params.allowed_token_ids[draw % len(params.allowed_token_ids)]
+        may_end = segment.position >= params.min_tokens or params.ignore_eos
+        if may_end and self._script.eos_every and draw % self._script.eos_every == 0:
             return ByteTokenizer.eos_id
         return 97 + draw % 26
 
@@ -167,7 +183,7 @@ class ScriptedEngine:
             raise ValueError("the sizes of the KV runs do not fit")
         if start + sum(n for n, _ in runs) > own.capacity:
             raise ValueError("the slot is too small")
-        if self._script.load_ms:
+        if self._script.load_ms and start == 0:
             time.sleep(self._script.load_ms / 1e3)
         for n, data in runs:
             for i in range(n):
@@ -175,6 +191,13 @@ class ScriptedEngine:
                 own.append(token)
                 if own.sums[-1] != checksum:
                     raise ValueError("KV of other tokens was loaded")
+
+
+def _scores(token: int, count: int, state: int) -> Scores:
+    """Made up, but the same for the same tokens before."""
+    best = [(token + i) % ByteTokenizer.vocab_size for i in range(count)]
+    first = state % 1000 / 1000
+    return Scores(token, -first, tuple((t, -first - i) for i, t in enumerate(best)))
 
 
 def _own(slot: Slot) -> ScriptedSlot:

@@ -10,7 +10,7 @@ from struct import pack
 import pytest
 
 from pdq import keys
-from pdq.client import Result
+from pdq.client import Handle, Result
 from pdq.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -234,15 +234,63 @@ async def test_lost_kv_is_computed_again_and_the_text_is_right(server: Server, p
         assert decode.stage.counters()["kv_requeued"] == 1
 
 
-async def test_kv_lost_again_and_again_fails_the_request_in_the_end(server: Server) -> None:
-    async with LocalPool(server, decode_kv_miss="fail", decode=0) as pool:
-        handle = await pool.client.submit(prompt="0123456789", max_tokens=9)
-        while (await handle.status()).stage != "decode":
-            await asyncio.sleep(0.01)
+LOST = "0123456789"  # a prompt of two blocks and a tail
+
+
+async def lose_kv(pool: LocalPool, server: Server, **options: object) -> Handle:
+    """A request that waits for decode, with its blocks gone."""
+    handle = await pool.client.submit(prompt=LOST, max_tokens=9, temperature=0, **options)  # type: ignore[arg-type]
+    await until_stage(handle, "decode")
+    with server.client() as client:
+        client.delete(*client.scan_iter("pdq:kv:*"))
+    return handle
+
+
+async def until_stage(handle: Handle, stage: str) -> None:
+    while (await handle.status()).stage != stage:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"kv_miss": "requeue"}, {"kv_missing": 1, "kv_requeued": 1}),
+        ({"kv_miss": "recompute"}, {"kv_missing": 1, "kv_recomputed": 1}),
+        ({"kv_miss": "recompute", "recompute_tokens": 9}, {"kv_missing": 1, "kv_requeued": 1}),
+    ],
+)
+async def test_lost_kv_is_made_again_as_the_policy_says(
+    server: Server, options: dict[str, object], counted: dict[str, int]
+) -> None:
+    async with LocalPool(server, decode=0) as pool:
+        handle = await lose_kv(pool, server)
+        decode = pool.add("decode", **options)
+        assert (await handle.result(10)).text == expected(LOST.encode(), 9)
+        counters = decode.stage.counters()
+        assert {name: n for name, n in counters.items() if name.startswith("kv_")} == counted
+
+
+async def test_kv_lost_again_after_a_requeue_is_computed_in_decode(server: Server) -> None:
+    async with LocalPool(server, decode=0) as pool:
+        handle = await lose_kv(pool, server)
+        await pool.workers["prefill"][0].stop()
+        decode = pool.add("decode")
+        await until_stage(handle, "prefill")
+        await decode.stop()
+        pool.add("prefill")
+        await until_stage(handle, "decode")
         with server.client() as client:
             client.delete(*client.scan_iter("pdq:kv:*"))
+        last = pool.add("decode")
+        assert (await handle.result(10)).text == expected(LOST.encode(), 9)
+        assert last.stage.counters()["kv_recomputed"] == 1
+
+
+async def test_kv_lost_with_no_way_left_fails_the_request(server: Server) -> None:
+    async with LocalPool(server, decode_kv_miss="fail", decode=0) as pool:
+        handle = await lose_kv(pool, server)
         pool.add("decode")
-        with pytest.raises(RequestFailed, match="KV of the prompt is gone"):
+        with pytest.raises(RequestFailed, match="the KV of 10 tokens is gone"):
             await handle.result(10)
 
 

@@ -14,7 +14,7 @@ CODEC = BlockCodec(bytes([9] * 32), "bfloat16", "2x1x4+4", 32)
 
 
 def sealed(codec: BlockCodec = CODEC, start: int = 4, stop: int = 8) -> bytes:
-    value = memoryview(bytearray(HEADER_BYTES) + random.Random(1).randbytes((stop - start) * codec.token_bytes))
+    value = memoryview(bytearray(HEADER_BYTES) + random.Random(1).randbytes(codec.payload_bytes(stop - start)))
     codec.seal(value, HASH, start, stop)
     return bytes(value)
 
