@@ -7,10 +7,11 @@ happened, held-back text included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdq.messages import SamplingParams
+from pdq.engine.base import Scores
+from pdq.messages import SamplingParams, TokenLogprob, TopLogprob
 from pdq.text import Detokenizer, Tokenizer
 
 
@@ -29,13 +30,14 @@ class Generation:
     end is left out.
     """
 
-    __slots__ = ("_detokenizer", "_eos_ids", "_held", "_ignore_eos", "_stops", "count", "last", "max_new")
+    __slots__ = ("_detokenizer", "_ends", "_held", "_min_tokens", "_stops", "_tokenizer", "count", "last", "max_new")
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, eos_ids: frozenset[int], max_new: int) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = tuple(s for s in sampling.stop if s)  # an empty one would end every text before it begins
-        self._ignore_eos = sampling.ignore_eos
-        self._eos_ids = eos_ids
+        self._ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
+        self._min_tokens = sampling.min_tokens
         self._held = ""  # text that may be the start of a stop string
         self.max_new = max_new
         self.count = 0
@@ -45,11 +47,12 @@ class Generation:
         """Account for the next sampled token."""
         self.count += 1
         self.last = token_id
-        if token_id in self._eos_ids and not self._ignore_eos:
+        may_stop = self.count > self._min_tokens
+        if token_id in self._ends and may_stop:
             return Step(self._flush(), "stop")
         text = self._held + self._detokenizer.push(token_id)
-        cut = _first_stop(text, self._stops)
-        if cut is not None:
+        cut = _first_stop(text, self._stops, len(self._held))
+        if cut is not None and may_stop:
             self._held = ""
             return Step(text[:cut], "stop")
         if self.count >= self.max_new:
@@ -64,6 +67,14 @@ class Generation:
         for token_id in token_ids:
             self.push(token_id)
 
+    def logprobs(self, scores: Sequence[Scores]) -> tuple[TokenLogprob, ...]:
+        """What a client is told of the tokens with these scores, in the same order."""
+        raw = self._tokenizer.token_bytes
+        return tuple(
+            TokenLogprob(s.token_id, s.logprob, raw(s.token_id), tuple(TopLogprob(t, p, raw(t)) for t, p in s.top))
+            for s in scores
+        )
+
     def _flush(self) -> str:
         text, self._held = self._held, ""
         return text
@@ -75,9 +86,9 @@ def max_new_tokens(sampling: SamplingParams, prompt_tokens: int, max_model_len: 
     return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
 
-def _first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the earliest stop string begins in `text`."""
-    return min((at for s in stops if (at := text.find(s)) >= 0), default=None)
+def _first_stop(text: str, stops: tuple[str, ...], seen: int) -> int | None:
+    """Where the earliest stop string that ends beyond the first `seen` characters begins in `text`."""
+    return min((at for s in stops if (at := text.find(s, max(seen - len(s) + 1, 0))) >= 0), default=None)
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:

@@ -45,7 +45,15 @@ class SamplingParams:
     """How tokens are chosen and when generation ends. On the wire `seed` is always concrete.
 
     temperature 0 is argmax. top_k 0, top_p 1, min_p 0 switch the filter off. max_tokens None means "until the
-    context is full". The token at position k of request seed s depends on (s, k) and the logits alone.
+    context is full". The token at position k of request seed s depends on (s, k), the logits and, with penalties, the
+    tokens before it alone.
+
+    repetition_penalty (1: none) divides positive and multiplies negative logits of tokens of prompt and completion;
+    presence_penalty and frequency_penalty (0: none) are taken off those of the completion's tokens, once and per
+    occurrence. logit_bias: (token id, what is added to its logit). allowed_token_ids: no others are chosen (None: all).
+    stop_token_ids end the text like the model's own end-of-text token, which ignore_eos makes an ordinary one; before
+    min_tokens tokens neither can be chosen and no stop string counts. logprobs: None for none, 0 for those of the
+    chosen tokens, n for those of the n most likely tokens as well.
     """
 
     temperature: float = 1.0
@@ -56,6 +64,26 @@ class SamplingParams:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Does the choice depend on the tokens before?"""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Are the logits changed before the filters see them?"""
+        return (
+            self.counts_tokens or self.min_tokens > 0 or self.allowed_token_ids is not None or len(self.logit_bias) > 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +91,8 @@ class Request:
     """What a client asked. Exactly one of `token_ids`, `prompt`, `messages` is set.
 
     timeout: seconds from submit to the last token. queue_timeout: seconds until a worker takes it, 0 for no limit.
-    tenant: separates prefix caches (salt of the hash chain).
+    tenant: separates prefix caches: the salt of the hash chain, which names nobody (prefix.salt).
+    cache: "off": the prompt's KV is neither looked for nor left for others.
     model: served model name; "" means the one the pool serves.
     """
 
@@ -77,6 +106,7 @@ class Request:
     timeout: float = 600.0
     tenant: str = ""
     queue_timeout: float = 0.0
+    cache: str = "on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +160,46 @@ class ErrorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """A token that could have been chosen. raw: its bytes, which may be a part of a character.
+
+    logprob: natural logarithm of its probability by the model alone, before temperature, penalties and filters;
+    at least -9999.
+    """
+
+    token_id: int
+    logprob: float
+    raw: bytes
+
+    @property
+    def text(self) -> str:
+        """The bytes as text, U+FFFD for what is no character by itself."""
+        return self.raw.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token, as in `TopLogprob`, and the most likely ones, which may include it, best first."""
+
+    token_id: int
+    logprob: float
+    raw: bytes
+    top: tuple[TopLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """As of `TopLogprob`."""
+        return self.raw.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One entry of a reply stream.
 
     index: position of the first of `token_ids` in the completion, from 0. text: valid UTF-8, stop strings already
     applied; may be empty while a character or a possible stop string is incomplete. finish_reason ("stop", "length",
-    "cancelled", "error") is set on the terminal event only, `error` only with "error" and "cancelled".
+    "cancelled", "error") is set on the terminal event only, `error` only with "error" and "cancelled". logprobs: one
+    for each of `token_ids` if they were asked for, whether or not its text shows yet.
     """
 
     index: int
@@ -145,6 +209,7 @@ class Event:
     usage: Usage | None = None
     timings: Timings | None = None
     error: ErrorInfo | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def terminal(self) -> bool:

@@ -31,6 +31,13 @@ class Tokenizer(Protocol):
         """Text of tokens, special tokens left out; an incomplete character shows as U+FFFD at the end."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a single token in the middle of a text, which may be a part of a character.
+
+        A special token's are those of its name; b"" for an id without a token.
+        """
+        ...
+
 
 def check_text(param: str, text: str) -> None:
     """Raises InvalidRequest naming `param` if `text` is no text: JSON can spell half a surrogate pair, UTF-8 cannot."""
@@ -61,6 +68,11 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(t for t in token_ids if t < 256).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id == self.eos_id:
+            return b"<eos>"
+        return bytes([token_id]) if 0 <= token_id < 256 else b""
 
 
 MANY_PENDING = 16  # tokens without visible text; far more than any character has, so they are no character

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from pdq.messages import SamplingParams
 
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot hold; as OpenAI and vLLM have it
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -45,18 +47,35 @@ class Slot(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities at one position, before temperature, penalties and filters; at least LEAST_LOGPROB.
+
+    top: (token id, log probability) of the most likely tokens, best first and equal ones by id.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A run of consecutive tokens of one sequence in a forward: the tokens go to positions slot.length and up.
 
     sample: None if no token is wanted after this segment (a prefill chunk that is not the last); else how to choose it.
     position: index in the completion of the token that will be sampled, from 0 (with the seed, the key of its random
     number).
+    history: all tokens before that one, prompt and `position` of the completion; wanted where `sample.counts_tokens`.
+    An array("q") is read fastest. scores: a list that gets the Scores of the sampled token, where `sample.logprobs`
+    wants them; nothing is added where no token was sampled.
     """
 
     slot: Slot
     token_ids: Sequence[int]
     sample: SamplingParams | None = None
     position: int = 0
+    history: Sequence[int] | None = None
+    scores: list[Scores] | None = None
 
 
 class NoRoom(Exception):

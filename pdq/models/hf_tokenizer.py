@@ -6,6 +6,7 @@ Built on the `tokenizers` library alone: importing transformers' AutoTokenizer w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class HFTokenizer:
         self._template = ChatTemplate(_template_source(folder, config), special)
         eos = special.get("eos_token")
         self.eos_id: int | None = None if eos is None else self._backend.token_to_id(eos)
+        self._bytes: dict[int, bytes] = {}  # as many as the vocabulary has tokens
 
     @property
     def vocab_size(self) -> int:
@@ -58,10 +60,50 @@ class HFTokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = _bytes_of(self._backend, token_id)
+            if found:
+                self._bytes[token_id] = found
+        return found
+
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         return ids
+
+
+def _bytes_of(backend: Backend, token_id: int) -> bytes:
+    """See `Tokenizer.token_bytes`.
+
+    A decoder shows the token as it is in a text, but shows parts of characters as U+FFFD; for those the spelling in the
+    vocabulary tells the bytes: "<0xE2>" (byte fallback), or one of GPT-2's stand-in characters for each byte.
+    """
+    name = backend.id_to_token(token_id)
+    if name is None:
+        return b""
+    once = backend.decode([token_id], skip_special_tokens=False)
+    twice = backend.decode([token_id, token_id], skip_special_tokens=False)
+    # Some decoders drop the blank before the first word of a text; the second time it is there.
+    text: str = twice[len(once) :] if twice.startswith(once) else once
+    if "\ufffd" not in text:
+        return text.encode()
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+        return bytes.fromhex(found[1])
+    if all(c in _BYTES for c in name):
+        return bytes(_BYTES[c] for c in name)
+    return text.encode()
+
+
+def _stand_ins() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the rest for U+0100 and up."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _stand_ins()
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

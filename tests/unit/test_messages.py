@@ -27,6 +27,8 @@ from pdq.messages import (
     Request,
     SamplingParams,
     Timings,
+    TokenLogprob,
+    TopLogprob,
     Usage,
     WorkerInfo,
     decode,
@@ -44,11 +46,22 @@ EXAMPLES: list[Request | Handoff | Event | WorkerInfo] = [
         timeout=1.5,
         tenant="t",
     ),
+    Request(
+        "r4",
+        SamplingParams(1.0, 1.0, 0, 0.0, 7, None, (), False, 1.5, -2.0, 0.5, ((3, -1.5), (9, 2.0)), 4, (3, 9), (8,), 5),
+        prompt="x",
+    ),
     Request("r3", SamplingParams(seed=-(2**63)), token_ids=tuple(range(0, 3000, 7))),
     Handoff((1, 2, 3), 3, b"\x00\xff" * 16, 32),
     Handoff((), 0, b"", 1, "tail", 64, Timings(1.0, 2.5, 0.0, 1e9)),
     Event(0, (5,), "a"),
     Event(7, (), "", finish_reason="stop", usage=Usage(3, 4, 2), timings=Timings(1.0)),
+    Event(
+        3,
+        (5, 6),
+        "a",
+        logprobs=(TokenLogprob(5, -0.5, b"a", (TopLogprob(7, 0.0, b"\xff"),)), TokenLogprob(6, -9.0, b"")),
+    ),
     Event(0, (), "", finish_reason="error", error=ErrorInfo("queue_full", "no", "prompt")),
     WorkerInfo("w", "decode", "m", b"\x01" * 32, 8192, "ready", 3, 16, (("steps", 12), ("tokens", 2**40))),
 ]
@@ -105,6 +118,17 @@ WRONG: dict[str, list[Any]] = {
     "Timings": [None, 1, "x", ["1"], [1.0] * 5],
     "Timings | None": [1, "x", ["1"], [1.0] * 5],
     "Usage | None": [1, "x", [], [1], ["1", 2], [1, 2, 3, 4]],
+    "tuple[TokenLogprob, ...]": [
+        None,
+        1,
+        [1],
+        [[1, -0.5]],
+        [[1, -0.5, "x"]],
+        [["1", -0.5, b""]],
+        [[1, math.nan, b""]],
+        [[1, -0.5, b"", [[1, -0.5]]]],
+        [[1, -0.5, b"", [1]]],
+    ],
     "ErrorInfo | None": [1, "x", [], ["x"], [1, "x"], ["x", "x", 1]],
 }
 
@@ -124,6 +148,9 @@ def test_a_sampling_parameter_of_a_wrong_type_is_refused_by_its_name() -> None:
         "ignore_eos": [0, 1, None, "x"],
         "max_tokens": [True, 1.0, "1"],
         "seed": [None, 1.0],
+        "logit_bias": [None, [1], [[1]], [["1", 1.0]], [[1, "x"]], [[1, math.inf]], [[1, 1.0, 1]]],
+        "allowed_token_ids": [1, "x", [1.0], [True]],
+        "logprobs": [True, 1.0, "1"],
     }
     array = raw(EXAMPLES[0])
     for i, f in enumerate(fields(SamplingParams)):
