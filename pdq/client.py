@@ -211,6 +211,8 @@ class AsyncClient:
         id: str | None = None,  # noqa: A002  the public name of the thing
         idempotency_key: str | None = None,
         tenant: str = "",
+        cache: str = "on",
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Handle:
         """Queue a request: exactly one of `prompt`, `messages`, `token_ids`, and SamplingParams' fields as keywords.
@@ -218,6 +220,10 @@ class AsyncClient:
         lane: "high", "normal" or "batch". timeout: seconds to the last token. queue_timeout: seconds until a worker
         takes it, 0 for no limit. id: chosen by the caller; submitting the same request with the same id (or idempotency
         key) again gives the first one. No seed means a random one.
+
+        tenant: whose request this is; prefixes and idempotency keys are shared within a tenant only. It is taken on
+        trust, since who has the pool's Redis can read everything: the gateway takes it from the API key. cache_salt:
+        shares prefixes only with the tenant's requests of the same salt. cache: "off" uses and leaves no prefix at all.
 
         Raises InvalidRequest (`param` names the field), IdConflict, QueueFull, Unavailable.
         """
@@ -229,7 +235,8 @@ class AsyncClient:
             name = uuid.uuid4().hex if id is None else id
         request = make_request(
             id=name, prompt=prompt, messages=messages, token_ids=token_ids,
-            model=model, lane=lane, timeout=timeout, queue_timeout=queue_timeout, tenant=tenant, sampling=sampling,
+            model=model, lane=lane, timeout=timeout, queue_timeout=queue_timeout, tenant=tenant,
+            cache=cache, cache_salt=cache_salt, sampling=sampling,
         )  # fmt: skip
         await self._submit(request, fresh_seed=sampling.get("seed") is None)
         return Handle(self, request.id, timeout=timeout)

@@ -18,10 +18,25 @@ from collections.abc import Sequence
 WIRE_VERSION = 1
 
 
+def salt(tenant: str, own: str = "") -> str:
+    """The salt of a tenant's chains, narrowed by one of the request's `own`; 64 hex digits that show neither.
+
+    "" for neither: prefixes that anybody may share who names no tenant.
+    """
+    if not tenant and not own:
+        return ""
+    return _digest(b"pdq-tenant", tenant.encode(), own.encode()).hex()
+
+
 def root(fingerprint: bytes, block_size: int, salt: str = "", adapter: str = "") -> bytes:
     """The start of a chain (32 bytes). salt: of the tenant; adapter: id of its weights' content."""
-    digest = hashlib.sha256(b"pdq-kv")
-    for part in (struct.pack("<II", WIRE_VERSION, block_size), fingerprint, salt.encode(), adapter.encode()):
+    sizes = struct.pack("<II", WIRE_VERSION, block_size)
+    return _digest(b"pdq-kv", sizes, fingerprint, salt.encode(), adapter.encode())
+
+
+def _digest(tag: bytes, *parts: bytes) -> bytes:
+    digest = hashlib.sha256(tag)
+    for part in parts:
         digest.update(struct.pack("<Q", len(part)))
         digest.update(part)
     return digest.digest()

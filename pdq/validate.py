@@ -13,10 +13,13 @@ from typing import Any
 
 from pdq.errors import InvalidRequest
 from pdq.messages import LANES, Message, Request, SamplingParams
+from pdq.prefix import salt
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_ID_CHARS = 128
+MAX_SALT_CHARS = 1024
+CACHE = ("on", "off")
 MAX_SEED = 2**63 - 1
 
 # name: (lowest, highest, is the lowest itself allowed)
@@ -42,11 +45,17 @@ def make_request(
     timeout: float,
     queue_timeout: float,
     tenant: str,
+    cache: str,
+    cache_salt: str,
     sampling: Mapping[str, Any],
 ) -> Request:
     """A checked request. Raises InvalidRequest."""
-    for name, value in (("id", id), ("model", model), ("tenant", tenant)):
+    for name, value in (("id", id), ("model", model), ("tenant", tenant), ("cache_salt", cache_salt)):
         _text(name, value)
+    if len(cache_salt) > MAX_SALT_CHARS:
+        raise _wrong("cache_salt", f"at most {MAX_SALT_CHARS} characters are allowed")
+    if cache not in CACHE:
+        raise _wrong("cache", f"one of {', '.join(CACHE)} is wanted, got {cache!r}")
     if not 0 < len(id) <= MAX_ID_CHARS or not id.isascii() or not id.isprintable() or set(id) & set("{} "):
         raise _wrong("id", f"1 to {MAX_ID_CHARS} printable ASCII characters other than space and braces are allowed")
     if lane not in LANES:
@@ -62,8 +71,8 @@ def make_request(
             raise _wrong("prompt", "must not be empty")
     return Request(
         id=id, sampling=make_sampling(sampling), prompt=prompt, messages=_messages(messages),
-        token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout), tenant=tenant,
-        queue_timeout=float(queue_timeout),
+        token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout),
+        tenant=salt(tenant, cache_salt), queue_timeout=float(queue_timeout), cache=cache,
     )  # fmt: skip
 
 

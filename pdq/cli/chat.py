@@ -35,6 +35,7 @@ class Options:
 
     url: str = DEFAULT_URL
     model: str = ""
+    api_key: str = field(default="", repr=False)
     system: str = ""
     temperature: float | None = None
     max_tokens: int | None = None
@@ -103,6 +104,8 @@ class Server:
         self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None
     ) -> http.client.HTTPResponse:
         headers = {"Content-Type": "application/json"} if body else {}
+        if self._options.api_key:
+            headers["Authorization"] = f"Bearer {self._options.api_key}"
         try:
             connection.request(method, self._url.path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()

@@ -102,6 +102,9 @@ def chat(
         str, typer.Option(envvar="PDQ_URL", help="Where the gateway listens; any OpenAI-style server will do.")
     ] = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="Model name; default: the first the server lists.")] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server wants.", show_default=False)
+    ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 is always the likeliest token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
@@ -109,7 +112,7 @@ def chat(
     stats: Annotated[bool, typer.Option("--stats", help="After each answer: time to first token, tokens/s.")] = False,
 ) -> int:
     """Talk to a running server; with input from a pipe: answer that and end."""
-    return talk(Options(url, model, system, temperature, max_tokens, seed, stats))
+    return talk(Options(url, model, api_key, system, temperature, max_tokens, seed, stats))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
     app.py          routes and the application; `create_app` is the way in
     middleware.py   around every request: its label, the error shape, the log line, 503 while loading or draining
+    auth.py         the API key of a request, and the tenant it stands for
     body.py         bytes to a checked body; schemas.py and unsupported.py say what a body may hold
     chat.py         POST /v1/chat/completions
     completions.py  POST /v1/completions

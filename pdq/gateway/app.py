@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from pdq.config import GatewaySettings
-from pdq.gateway import chat, completions, middleware, status
+from pdq.gateway import auth, chat, completions, middleware, status
 from pdq.gateway.context import GATEWAY, Gateway, Served
 from pdq.text import Tokenizer
 
@@ -38,7 +38,8 @@ def create_app(
 def app_of(gateway: Gateway) -> web.Application:
     """The application around `gateway`, whose model may come later."""
     app = web.Application(
-        client_max_size=gateway.settings.max_body_bytes, middlewares=[middleware.around, middleware.gate]
+        client_max_size=gateway.settings.max_body_bytes,
+        middlewares=[middleware.around, auth.authenticate, middleware.gate],
     )
     app[GATEWAY] = gateway
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
@@ -48,6 +49,7 @@ def app_of(gateway: Gateway) -> web.Application:
     app.router.add_get("/health", status.health)
     app.router.add_get("/ready", status.ready)
     app.on_response_prepare.append(middleware.mark)
+    app.cleanup_ctx.append(auth.watch_keys)
     app.on_cleanup.append(_cleanup)
     return app
 

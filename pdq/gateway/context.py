@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pdq.api_keys import ApiKeys
 from pdq.config import GatewaySettings
 from pdq.connection import RedisError
 from pdq.errors import ModelNotFound, Unavailable
@@ -83,7 +84,8 @@ class Activity:
 class Gateway:
     """One per application. model: None until it is loaded. ping_seconds: longest silence of a stream.
 
-    redis: to look at the queue's Redis itself; None if whoever made `client` sees to it.
+    redis: to look at the queue's Redis itself; None if whoever made `client` sees to it. Raises ConfigError if there
+    are no keys in the keys file.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Gateway:
         self.model = model
         self.ping_seconds = ping_seconds
         self.redis = redis
+        self.keys = ApiKeys(settings.api_key, settings.api_keys_file)
         self.created = int(time.time())
         self.draining = False
         self.pool = PoolView(client)

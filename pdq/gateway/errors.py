@@ -22,6 +22,10 @@ _TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavail
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 
 
+class NotAllowed(PdqError):
+    status, code = 401, "invalid_api_key"
+
+
 class NotReady(Unavailable):
     """This gateway or its pool cannot serve now; the message is meant for clients."""
 
@@ -72,6 +76,8 @@ def error_response(error: PdqError, label: str) -> web.Response:
     response = json_response({"error": describe(error, label)}, error.status)
     if error.retryable:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or RETRY_SECONDS)))
+    elif isinstance(error, NotAllowed):
+        response.headers["WWW-Authenticate"] = "Bearer"
     elif error.status in (409, 499) or error.status >= 500:
         # OpenAI's clients repeat a 409 and every 5xx on their own; here that would only queue the same work again.
         response.headers["x-should-retry"] = "false"

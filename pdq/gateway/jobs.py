@@ -74,17 +74,17 @@ class Jobs:
 
 @asynccontextmanager
 async def submitted(
-    gateway: Gateway, prompts: Sequence[Prompt], sampling: dict[str, Any], key: str | None
+    gateway: Gateway, prompts: Sequence[Prompt], options: dict[str, Any], key: str | None
 ) -> AsyncIterator[Jobs]:
     """Queue one request a prompt; those not done at the end of the block are cancelled.
 
-    key: the client's idempotency key. Raises what `AsyncClient.submit` raises.
+    options: further keywords of `AsyncClient.submit`. key: the client's idempotency key. Raises what `submit` raises.
     """
     jobs = Jobs()
     try:
         for n, prompt in enumerate(prompts):
             name = key if key is None or n == 0 else f"{key}\n{n}"  # no client key holds a line break
-            jobs.handles.append(await _submit(gateway, prompt, sampling, name))
+            jobs.handles.append(await _submit(gateway, prompt, options, name))
         yield jobs
     finally:
         if not jobs.done and key is None:
@@ -92,7 +92,7 @@ async def submitted(
                 gateway.background.spawn(_cancel(handle))
 
 
-async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], key: str | None) -> Handle:
+async def _submit(gateway: Gateway, prompt: Prompt, options: dict[str, Any], key: str | None) -> Handle:
     settings = gateway.settings
     task = asyncio.create_task(
         gateway.client.submit(
@@ -102,7 +102,7 @@ async def _submit(gateway: Gateway, prompt: Prompt, sampling: dict[str, Any], ke
             timeout=settings.request_timeout,
             queue_timeout=settings.queue_timeout,
             idempotency_key=key,
-            **sampling,
+            **options,
         )
     )
     try:

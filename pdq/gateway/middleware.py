@@ -45,8 +45,9 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
             return response
     finally:
         took = (time.monotonic() - start) * 1000
+        # The path without its query: people put keys there.
         level = logging.DEBUG if request.path in ALWAYS_OPEN else logging.INFO  # probes come every second
-        log.log(level, "%s %.200s %d %.0f ms %s", request.method, request.raw_path, status, took, label)
+        log.log(level, "%s %.200s %d %.0f ms %s", request.method, request.rel_url.raw_path, status, took, label)
 
 
 async def _shaped(request: web.Request, handler: Handler, label: str) -> web.StreamResponse:

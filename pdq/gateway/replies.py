@@ -18,6 +18,7 @@ import orjson
 from aiohttp import web
 
 from pdq.errors import DeadlineExceeded, InvalidRequest, PdqError
+from pdq.gateway.auth import TENANT
 from pdq.gateway.context import GATEWAY, Gateway
 from pdq.gateway.errors import bug_object, describe, json_response
 from pdq.gateway.jobs import Jobs, Numbered, submitted
@@ -61,7 +62,8 @@ async def _answer(
     request: web.Request, endpoint: Endpoint, prompts: list[Prompt], body: GenerationBody
 ) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
-    async with submitted(gateway, prompts, body.sampling(), _idempotency_key(request)) as jobs:
+    options = body.sampling() | body.caching() | {"tenant": request[TENANT]}
+    async with submitted(gateway, prompts, options, _idempotency_key(request)) as jobs:
         head = {
             "id": endpoint.shape.id_prefix + jobs.id,
             "object": endpoint.shape.chunk_object if body.stream else endpoint.object,

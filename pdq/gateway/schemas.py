@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pdq.errors import ContextTooLong, InvalidRequest
 from pdq.gateway import unsupported
 from pdq.messages import Message
-from pdq.validate import MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
+from pdq.validate import MAX_SALT_CHARS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
 
 B = TypeVar("B", bound="GenerationBody")
 MAX_PROMPTS = 128
@@ -55,12 +55,18 @@ class GenerationBody(Strict):
     seed: Annotated[int | None, Field(ge=-(2**63), le=MAX_SEED)] = None
     stop: Stops = None
     ignore_eos: bool | None = None
+    cache: Literal["on", "off"] | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def caching(self) -> dict[str, str]:
+        """As `sampling`. cache_salt is not the whole salt: it comes on top of the tenant's."""
+        return {n: v for n, v in (("cache", self.cache), ("cache_salt", self.cache_salt)) if v is not None}
 
     def sampling(self) -> dict[str, Any]:
         """Keywords for `AsyncClient.submit`, max_tokens aside; what was not given is left out."""

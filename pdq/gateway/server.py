@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdq.config import GatewaySettings
 from pdq.connection import RedisError
@@ -59,12 +60,19 @@ async def serve(
 ) -> None:
     """Listen, call `load` in a thread, check `redis`, and serve until the first signal and the drain after it.
 
-    Raises what `load` raises, and ConfigError for a Redis that may evict requests.
+    SIGHUP has the keys file read again. Raises what `load` raises, and ConfigError for a Redis that may evict requests
+    and for a keys file without keys.
     """
     stop = _stop_signal()
     gateway = Gateway(settings, client, None, PING_SECONDS, redis)
+    if gateway.keys.from_file:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.keys.forget)
     runner = web.AppRunner(
-        app_of(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+        app_of(gateway),
+        handler_cancellation=True,
+        access_log=None,
+        logger=_http_log(),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
     try:
@@ -76,6 +84,24 @@ async def serve(
     finally:
         await runner.cleanup()
     log.info("stopped")
+
+
+class _Unquoted(logging.Filter):
+    """Bytes that are no HTTP may be a piece of a prompt, or a key: aiohttp would log them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args, record.exc_info = "not HTTP: %s", (type(error).__name__,), None
+        return True
+
+
+def _http_log() -> logging.Logger:
+    """The log of what fails before a request is a request."""
+    found = logging.getLogger(f"{__name__}.http")
+    if not found.filters:
+        found.addFilter(_Unquoted())
+    return found
 
 
 def load_model(settings: GatewaySettings) -> Served:

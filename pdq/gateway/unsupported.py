@@ -45,7 +45,6 @@ COMMON: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "prompts are never cut"),
     "use_beam_search": ((False,), "it is not supported by this server"),
     "logits_processors": (([],), "it is not supported by this server"),
-    "cache_salt": ((), "it is not supported by this server"),
 }
 
 CHAT = COMMON | {

@@ -60,11 +60,12 @@ async def _check_worker(settings: WorkerSettings, stage: str) -> None:
         raise Unavailable(f"{', '.join(stalled)} has stalled: its work does not move")
 
 
-def get(host: str, port: int, path: str) -> Answer | None:
+def get(host: str, port: int, path: str, api_key: str | None = None) -> Answer | None:
     """GET from a gateway that listens on `host`; None while it does not answer. Blocks for 2 s at most."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     connection = http.client.HTTPConnection(reachable(host), port, timeout=_SECONDS)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         body: Any = {}
         with suppress(ValueError):

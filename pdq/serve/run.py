@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pdq import connection
+from pdq.api_keys import any_key
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, WorkerSettings, cache_folder
 from pdq.errors import ConfigError, Unavailable
 from pdq.keys import Keys
@@ -148,10 +149,11 @@ class Pool:
     async def _ready(self) -> dict[str, Any]:
         """Wait for the gateway's /ready; the entry of /v1/models."""
         address = (self.settings.host, self.settings.port)
+        api_key = any_key(self.settings.api_key, self.settings.api_keys_file)
         while True:
             ready = await asyncio.to_thread(get, *address, "/ready")
             if ready is not None and ready.status == 200:
-                models = await asyncio.to_thread(get, *address, "/v1/models")
+                models = await asyncio.to_thread(get, *address, "/v1/models", api_key)
                 if models is not None and models.body.get("data"):
                     return dict(models.body["data"][0])
             self._screen.progress(f"waiting for {_missing(ready)}")
@@ -234,7 +236,9 @@ def banner(settings: ServeSettings, model: dict[str, Any], cores: int) -> list[t
     """Rows of the banner; `model` is an entry of /v1/models."""
     body = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     address = url(settings.host, settings.port)
-    curl = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    locked = settings.api_key or settings.api_keys_file
+    head = "-H 'Content-Type: application/json'" + (' -H "Authorization: Bearer $OPENAI_API_KEY"' if locked else "")
+    curl = f"curl {address}/v1/chat/completions {head} -d {shlex.quote(json.dumps(body))}"
     return [
         ("URL", f"{address}/v1"),
         ("model", str(model["id"])),

@@ -87,6 +87,11 @@ FIELDS = [
     ),
     ({"ignore_eos": 0}, "ignore_eos", "ignore_eos must be true or false, got an integer."),
     ({"model": 5}, "model", "model must be a string, got an integer."),
+    ({"cache": "OFF"}, "cache", "cache must be 'on' or 'off'."),
+    ({"cache": False}, "cache", "cache must be 'on' or 'off'."),
+    ({"cache_salt": ""}, "cache_salt", "cache_salt must not be empty."),
+    ({"cache_salt": 5}, "cache_salt", "cache_salt must be a string, got an integer."),
+    ({"cache_salt": "a" * 1025}, "cache_salt", "cache_salt must have at most 1024 characters."),
 ]
 
 

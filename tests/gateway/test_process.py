@@ -204,6 +204,39 @@ def test_a_model_folder_is_served_under_its_name_and_without_torch(tmp_path):
         assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
+async def test_a_hangup_has_the_keys_file_read_again(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("acme sk-1\n")
+    with program(PDQ_API_KEYS_FILE=str(file)) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("ready to serve" in line for line in lines)
+        process.send_signal(signal.SIGHUP)
+        assert "api_keys_file: read again, 1 keys" in next(lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert "sk-1" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /v1/models a secret prompt\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\na secret prompt\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\x01\r\n\r\n",
+    ],
+    ids=["request", "chunk", "header"],
+)
+async def test_bytes_that_are_no_http_are_not_quoted_in_the_log(serve, caplog, data):
+    _, url = await serve(FakeClient(workers_now=both()))
+    host, port = re.fullmatch(r"http://(.+):(\d+)", url).groups()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert "not HTTP: Bad" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_second_signal_kills_at_once():
     with program(PDQ_SERVED_MODEL_NAME="m") as process:
         assert "listening" in process.stderr.readline()
@@ -221,6 +254,8 @@ def test_a_second_signal_kills_at_once():
         ({"PDQ_PORT": "x"}, 2, "port: expected int"),
         ({"PDQ_PROT": "1"}, 2, "unknown variable PDQ_PROT"),
         ({"PDQ_HOST": "192.0.2.1"}, 1, "cannot serve: "),
+        ({"PDQ_API_KEY": "sk two"}, 2, "api_key: printable ASCII without blanks is wanted"),
+        ({"PDQ_API_KEYS_FILE": "/nowhere"}, 2, "api_keys_file: /nowhere: No such file or directory"),
         ({"PDQ_ENGINE": "torch", "PDQ_MODEL": "/nowhere/at all"}, 2, "model: there is no folder /nowhere/at all"),
     ],
 )
