@@ -1,7 +1,7 @@
 """Which workers live: asked from Redis at most once a second, however many requests want to know.
 
 Requests are only queued when both stages have a live worker of the gateway's model; otherwise nobody would answer
-them. Knows nothing of HTTP.
+them. None is refused for what was seen before it came: a worker may have come since. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from pdq.client import AsyncClient
 
 FRESH_SECONDS = 1.0
+AGAIN_SECONDS = 0.1  # at least, from one look to the next, for requests that would be refused
 WAIT_SECONDS = 2.0  # a Redis that swallows packets must not hold a client for the length of its socket timeouts
 STAGES = ("prefill", "decode")
+Asked = asyncio.Task[list[WorkerInfo] | Unavailable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +63,23 @@ class PoolView:
     def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._asked: asyncio.Task[list[WorkerInfo] | Unavailable] | None = None
+        self._asked: Asked | None = None
         self._asked_at = 0.0
         self.rate = PrefillRate()
 
     async def look(self, model: str) -> Snapshot:
         """The live workers of `model`, as of FRESH_SECONDS ago at most. Raises Unavailable when Redis does not tell."""
-        if self._asked is None or (self._asked.done() and self._clock() - self._asked_at >= FRESH_SECONDS):
-            self._asked_at = self._clock()
-            self._asked = asyncio.create_task(self._ask(), name="pdq-pool-view")
-        await asyncio.wait({self._asked})  # not cancelled with us: others wait for the same answer
-        found = self._asked.result()
-        if isinstance(found, Unavailable):
-            raise Unavailable(found.message, retry_after=found.retry_after)
-        return Snapshot.of(found, model)
+        asked = self._asked
+        if asked is None or (asked.done() and self._clock() - self._asked_at >= FRESH_SECONDS):
+            asked = self._ask_now()
+        return await self._answer(asked, model)
 
     async def serving(self, model: str) -> Snapshot:
         """As `look`, for a request that is about to be queued. Raises NoWorker when a stage has nobody."""
+        came = self._clock()
         snapshot = await self.look(model)
+        if snapshot.missing:
+            snapshot = await self._look_after(came, model)
         if missing := snapshot.missing:
             text = f"No live {' and no live '.join(missing)} worker serves {model!r}."
             if snapshot.others:
@@ -89,6 +90,30 @@ class PoolView:
     async def aclose(self) -> None:
         if self._asked is not None:
             await cancelled([self._asked])
+
+    async def _look_after(self, moment: float, model: str) -> Snapshot:
+        """The live workers as of an answer that was asked for after `moment`; all who wait share one."""
+        while (asked := self._asked) is None or self._asked_at < moment:
+            early = self._asked_at + AGAIN_SECONDS - self._clock()
+            if early > 0:
+                await asyncio.sleep(early)
+            elif asked is None or asked.done():
+                self._ask_now()
+            else:
+                await asyncio.wait({asked})
+        return await self._answer(asked, model)
+
+    def _ask_now(self) -> Asked:
+        self._asked_at = self._clock()
+        self._asked = asyncio.create_task(self._ask(), name="pdq-pool-view")
+        return self._asked
+
+    async def _answer(self, asked: Asked, model: str) -> Snapshot:
+        await asyncio.wait({asked})  # not cancelled with us: others wait for the same answer
+        found = asked.result()
+        if isinstance(found, Unavailable):
+            raise Unavailable(found.message, retry_after=found.retry_after)
+        return Snapshot.of(found, model)
 
     async def _ask(self) -> list[WorkerInfo] | Unavailable:
         """An error is a result here: nobody may be left to collect an exception."""

@@ -50,13 +50,14 @@ class Load:
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: str) -> str:
         while True:
+            url = self.pool.current["gateway"].url
             try:
-                url = self.pool.current["gateway"].url
                 return (await stream(session, url, prompt, prompt=prompt, max_tokens=COUNT))[1]
-            except aiohttp.ClientConnectorError:  # it went between the choice and the connection
-                continue
-            except aiohttp.ClientError:
+            except aiohttp.ClientPayloadError:
                 self.broken += 1
+            except aiohttp.ClientError:  # refused: only by one that went between the choice and the answer
+                if url == self.pool.current["gateway"].url:
+                    raise
 
     async def more(self) -> None:
         """Wait until every client has been served again."""
@@ -69,6 +70,7 @@ def pool() -> Iterator[Pool]:
     pool = Pool(
         "gateway", "prefill", "decode",
         prefill_engine="scripted:step_ms=20", prefill_chunk_tokens=8, decode_engine="scripted:step_ms=10",
+        lease_seconds=60.0,  # nothing here ends for a lease, neither waiting for one nor on a machine that stands still
     )  # fmt: skip
     try:
         yield pool

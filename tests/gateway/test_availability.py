@@ -9,6 +9,7 @@ import pytest
 
 from pdq.errors import IdConflict, QueueFull, Unavailable
 from pdq.gateway import pool
+from pdq.gateway.errors import NoWorker
 
 from .fakes import CONTEXT, MODEL, both, worker
 from .helpers import CHAT, COMPLETIONS, chat, completion, error
@@ -114,6 +115,49 @@ async def test_workers_are_looked_up_once_a_second_however_many_ask(fake):
     now = 101.0
     await asyncio.gather(*(view.serving(MODEL) for _ in range(50)))
     assert fake.looks == 2
+
+
+async def test_a_worker_that_came_after_the_last_look_is_found_before_a_request_is_refused(http, fake):
+    fake.workers_now = [worker("prefill")]
+    assert (await http.post(CHAT, json=chat())).status == 503
+    fake.workers_now = both()
+    assert (await http.post(CHAT, json=chat())).status == 200
+    assert fake.looks == 2
+
+
+async def test_a_request_is_not_refused_for_a_look_that_began_before_it_came(fake):
+    """Nor for one that is still under way, and brings what was true before."""
+    gate = asyncio.Event()
+
+    async def slow():
+        fake.looks += 1
+        found = list(fake.workers_now)
+        await gate.wait()
+        return found
+
+    fake.workers, fake.workers_now = slow, []
+    view = pool.PoolView(fake)
+    before = asyncio.create_task(view.look(MODEL))
+    while fake.looks == 0:
+        await asyncio.sleep(0)
+    fake.workers_now = both()
+    after = [asyncio.create_task(view.serving(MODEL)) for _ in range(10)]
+    await asyncio.sleep(0)
+    gate.set()
+    assert (await before).missing == ["prefill", "decode"]
+    assert [found.missing for found in await asyncio.gather(*after)] == [[]] * 10
+    assert fake.looks == 2
+
+
+async def test_however_many_requests_are_refused_redis_is_asked_ten_times_a_second_at_most(fake):
+    fake.workers_now = []
+    view = pool.PoolView(fake)
+    began = time.monotonic()
+    for _ in range(5):
+        refused = await asyncio.gather(*(view.serving(MODEL) for _ in range(50)), return_exceptions=True)
+        assert {type(error) for error in refused} == {NoWorker}
+    assert 5 <= fake.looks <= 6  # the first look began before all but one of its wave had come
+    assert time.monotonic() - began >= (fake.looks - 1) * pool.AGAIN_SECONDS
 
 
 async def test_a_client_that_leaves_does_not_take_the_lookup_of_others_along(fake):
