@@ -23,7 +23,7 @@ from pdq.errors import (
     RequestNotFound,
     Unavailable,
 )
-from pdq.messages import Event, Message, SamplingParams, Timings, Usage, WorkerInfo
+from pdq.messages import Event, Message, SamplingParams, Timings, TokenLogprob, TopLogprob, Usage, WorkerInfo
 from pdq.sync_client import Client, SyncHandle
 
 __version__ = "0.1.0"
@@ -50,6 +50,8 @@ __all__ = [
     "Status",
     "SyncHandle",
     "Timings",
+    "TokenLogprob",
+    "TopLogprob",
     "Unavailable",
     "Usage",
     "WorkerInfo",

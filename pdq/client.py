@@ -39,6 +39,7 @@ from pdq.messages import (
     Request,
     SamplingParams,
     Timings,
+    TokenLogprob,
     Usage,
     WorkerInfo,
     decode,
@@ -58,7 +59,7 @@ BYTES_PER_TOKEN = 4  # a guess, for the cost of a prompt that is still text
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. finish_reason: "stop" or "length"."""
+    """A whole answer. finish_reason: "stop" or "length". logprobs: one a token, if they were asked for."""
 
     id: str
     text: str
@@ -66,6 +67,7 @@ class Result:
     finish_reason: str
     usage: Usage
     timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,17 @@ class Handle:
         async with asyncio.timeout(timeout):
             text: list[str] = []
             tokens: list[int] = []
+            logprobs: list[TokenLogprob] = []
             async for event in self.stream():
                 text.append(event.text)
                 tokens += event.token_ids
+                logprobs += event.logprobs
         if event.finish_reason is None or event.usage is None:
             raise RequestFailed("the reply ended without a result")
         return Result(
-            self.id, "".join(text), tuple(tokens), event.finish_reason, event.usage, event.timings or Timings()
-        )
+            id=self.id, text="".join(text), token_ids=tuple(tokens), finish_reason=event.finish_reason,
+            usage=event.usage, timings=event.timings or Timings(), logprobs=tuple(logprobs),
+        )  # fmt: skip
 
     async def cancel(self) -> bool:
         """End the request; True if a cancel has ended it or will, False if it had ended by itself before.
@@ -327,18 +332,9 @@ class AsyncClient:
     async def workers(self) -> list[WorkerInfo]:
         """The workers whose heartbeat is fresh. Raises Unavailable."""
         try:
-            names: Any = await self._redis.zrange(self.keys.workers, 0, 999)
-            values: Any = await self._redis.mget([self.keys.worker(n.decode()) for n in names]) if names else []
+            return await heartbeats.live(self._redis, self.keys)
         except RedisError as e:
             raise _unavailable(e) from e
-        found = []
-        for value in values:
-            if value is not None:
-                try:
-                    found.append(decode(WorkerInfo, value))
-                except BadMessage:  # a newer pdq's worker: none of ours
-                    continue
-        return found
 
     async def ping(self) -> None:
         """Raises Unavailable when Redis does not answer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +21,10 @@ MAX_ID_CHARS = 128
 MAX_SALT_CHARS = 1024
 CACHE = ("on", "off")
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and stop_token_ids: each costs time in every step
+MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
 
 # name: (lowest, highest, is the lowest itself allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -30,8 +34,13 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "top_k": (0, 2**31 - 1, True),
     "seed": (-(2**63), MAX_SEED, True),
     "max_tokens": (1, 2**31 - 1, True),
+    "repetition_penalty": (0.0, 10.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "min_tokens": (0, 2**31 - 1, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
 }
-_INTEGERS = {"top_k", "seed", "max_tokens"}
+_INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs"}
 
 
 def make_request(
@@ -87,8 +96,62 @@ def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(values.get("ignore_eos", False), bool):
         raise _wrong("ignore_eos", "true or false is wanted")
     values["stop"] = _stops(values.get("stop", ()))
+    values["logit_bias"] = _biases(values.get("logit_bias", ()))
+    for name in {"allowed_token_ids", "stop_token_ids"} & values.keys():
+        values[name] = _listed(name, values[name])
+    if values.get("min_tokens", 0) > values.get("max_tokens", MAX_TOKEN_ID):
+        raise _wrong("min_tokens", f"must be at most max_tokens, {values['max_tokens']}, got {values['min_tokens']}")
     values.setdefault("seed", secrets.randbits(63))
     return SamplingParams(**values)
+
+
+def check_sampling(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
+    """For workers: everything again, since Redis takes requests from anybody, and against the model. InvalidRequest."""
+    make_sampling({f.name: getattr(params, f.name) for f in fields(SamplingParams)})
+    listed = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in listed.items():
+        if ids and max(ids) >= vocab_size:
+            raise _wrong(name, f"token ids must be below {vocab_size}, got {max(ids)}")
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+        raise _wrong("allowed_token_ids", "holds nothing but ends of the text, which min_tokens does not allow yet")
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """From a mapping with token ids as keys, which in JSON are strings, or from pairs, as it is on the wire."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+        raise _wrong("logit_bias", "a mapping of token ids to numbers is wanted")
+    if len(pairs) > MAX_LISTED:
+        raise _wrong("logit_bias", f"at most {MAX_LISTED} entries are allowed, got {len(pairs)}")
+    found: dict[int, float] = {}
+    for key, bias in pairs:
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID or token in found:
+            raise _wrong("logit_bias", f"keys are token ids of at least 0, each once, got {_shown(key)}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise _wrong("logit_bias", f"biases from -100 to 100 are allowed, got {_shown(bias)} for token {token}")
+        found[token] = float(bias)
+    return tuple(sorted(found.items()))
+
+
+def _listed(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple | set | frozenset) or len(value) > MAX_LISTED:
+        raise _wrong(name, f"a list of at most {MAX_LISTED} token ids is wanted")
+    if not all(type(t) is int and 0 <= t <= MAX_TOKEN_ID for t in value):
+        raise _wrong(name, "token ids are integers of at least 0")
+    if not value and name == "allowed_token_ids":
+        raise _wrong(name, "must not be empty: some token has to be allowed")
+    return tuple(sorted(set(value)))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 50 else text[:50] + "…"
 
 
 def _number(name: str, value: Any) -> float:
