@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pdq.bench.settings import VARIABLES, BenchSettings
 from pdq.cli.chat import DEFAULT_URL, Options
 from pdq.cli.chat import run as talk
 from pdq.cli.options import command
@@ -90,10 +91,19 @@ def _decode(settings: DecodeSettings) -> int:
     _become("pdq.workers.decode", settings, openmp(settings.threads))
 
 
+def _bench(settings: BenchSettings) -> int:
+    """Measure any OpenAI-style server under load: TTFT, TPOT, ITL, E2E, throughput, goodput, cache hits."""
+    _require("gateway", "aiohttp", "orjson")
+    from pdq.bench.run import run as bench
+
+    return bench(settings)
+
+
 app.command("serve")(command(ServeSettings, _serve, model_argument=True))
 app.command("gateway")(command(GatewaySettings, _gateway))
 worker.command("prefill")(command(PrefillSettings, _prefill))
 worker.command("decode")(command(DecodeSettings, _decode))
+app.command("bench")(command(BenchSettings, _bench, variable=VARIABLES.get))
 
 
 @app.command()

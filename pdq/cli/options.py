@@ -21,10 +21,17 @@ S = TypeVar("S", bound=Settings)
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
-def command(cls: type[S], run: Callable[[S], int], *, model_argument: bool = False) -> Callable[..., int]:
+def command(
+    cls: type[S],
+    run: Callable[[S], int],
+    *,
+    model_argument: bool = False,
+    variable: Callable[[str], str | None] = env_name,
+) -> Callable[..., int]:
     """A function for typer with an option for every field of `cls`; it calls `run` with the settings.
 
-    model_argument: the model may also be given as the only positional argument.
+    model_argument: the model may also be given as the only positional argument. variable: name of the variable that
+    `cls.load` reads for a field, for the help; None if there is none.
     """
 
     def call(**values: Any) -> int:
@@ -35,7 +42,7 @@ def command(cls: type[S], run: Callable[[S], int], *, model_argument: bool = Fal
             values["model"] = positional
         return run(cls.load(**values))
 
-    parameters = [_option(cls, f) for f in fields(cls)]
+    parameters = [_option(cls, f, variable(f.name)) for f in fields(cls)]
     if model_argument:
         parameters.insert(0, _model_argument(cls))
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -45,24 +52,27 @@ def command(cls: type[S], run: Callable[[S], int], *, model_argument: bool = Fal
 
 def _model_argument(cls: type[Settings]) -> inspect.Parameter:
     model = next(f for f in fields(cls) if f.name == "model")
-    argument = typer.Argument(metavar="MODEL", help=model.metadata["help"] + _remark(model), show_default=False)
+    text = model.metadata["help"] + _remark(model, env_name("model"))
+    argument = typer.Argument(metavar="MODEL", help=text, show_default=False)
     return _parameter("positional", argument)
 
 
-def _option(cls: type[Settings], f: Field[Any]) -> inspect.Parameter:
+def _option(cls: type[Settings], f: Field[Any], variable: str | None) -> inspect.Parameter:
+    flag = get_type_hints(cls)[f.name] is bool
+    name = f.name.replace("_", "-")
     option = typer.Option(
-        "--" + f.name.replace("_", "-"),
-        metavar=_metavar(cls, f),
-        help=f.metadata["help"] + _remark(f),
+        f"--{name}/--no-{name}" if flag and f.default else f"--{name}",
+        metavar=None if flag else _metavar(cls, f),
+        help=f.metadata["help"] + _remark(f, variable),
         show_default=False,
         rich_help_panel=_panel(cls, f.name),
     )
-    return _parameter(f.name, option)
+    return _parameter(f.name, option, bool if flag else str)
 
 
-def _parameter(name: str, info: Any) -> inspect.Parameter:
+def _parameter(name: str, info: Any, value: type[str] | type[bool] = str) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=None, annotation=Annotated[str | None, info])
+    return inspect.Parameter(name, kind, default=None, annotation=Annotated[value | None, info])
 
 
 def _metavar(cls: type[Settings], f: Field[Any]) -> str:
@@ -72,18 +82,18 @@ def _metavar(cls: type[Settings], f: Field[Any]) -> str:
     return next(name for kind, name in _METAVARS.items() if hint in (kind, kind | None))
 
 
-def _remark(f: Field[Any]) -> str:
-    """The variable, the limits and the default of a setting, in brackets."""
+def _remark(f: Field[Any], variable: str | None) -> str:
+    """The variable, the limits and the default of a setting, in brackets; a flag shows its default by its name."""
     low, high = f.metadata["low"], f.metadata["high"]
     default: Any = f.default
-    parts = [env_name(f.name)]
+    parts = [variable] if variable else []
     if high is not None:
         parts.append(f"{number(low)} to {number(high)}")
     elif low is not None:
         parts.append(f"at least {number(low)}")
-    if default not in (None, ""):
+    if default not in (None, "") and not isinstance(default, bool):
         parts.append(f"default {default if isinstance(default, str) else number(default)}")
-    return f" ({', '.join(parts)})"
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _panel(cls: type[Settings], name: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -73,9 +74,11 @@ def test_every_option_reaches_the_settings(
     for name in ("_become", "_require"):
         monkeypatch.setattr(commands, name, lambda *_: None)
     monkeypatch.setattr("pdq.serve.run.run", lambda *_: 0)
-    values = {f.name: f"value of {f.name}" for f in fields(cls)}
-    options = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
-    assert main([*words, *options]) == 0
+    flags = {name for name, hint in get_type_hints(cls).items() if hint is bool}
+    values = {f.name: True if f.name in flags else f"value of {f.name}" for f in fields(cls)}
+    for name, value in values.items():
+        words = [*words, f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])]
+    assert main(words) == 0
     assert seen[-1] == values
 
 

@@ -104,8 +104,15 @@ def test_the_gateway_never_sees_the_engine(name: str) -> None:
     assert not any(m.startswith(("pdq.engine", "pdq.workers", "torch")) for m in imports(name, eager=False))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("pdq.gateway")])
-def test_aiohttp_stays_in_the_gateway(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("pdq.bench")])
+def test_the_load_generator_knows_servers_by_http_alone(name: str) -> None:
+    ours = {m for m in imports(name, eager=False) if m.startswith("pdq.") and not m.startswith("pdq.bench")}
+    assert ours <= {"pdq.config", "pdq.errors"}
+    assert "transformers" not in loaded(name)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("pdq.gateway", "pdq.bench"))])
+def test_aiohttp_stays_in_the_gateway_and_the_load_generator(name: str) -> None:
     assert not any(m.startswith(("aiohttp", "pdq.gateway")) for m in imports(name, eager=False))
 
 
@@ -119,7 +126,15 @@ def test_prefix_hashing_knows_neither_redis_nor_the_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pdq.serve.run", "pdq.serve.supervisor", "pdq.serve.embedded", "pdq.cli.commands", "pdq.cli.chat"]
+    "name",
+    [
+        "pdq.serve.run",
+        "pdq.serve.supervisor",
+        "pdq.serve.embedded",
+        "pdq.cli.commands",
+        "pdq.cli.chat",
+        "pdq.bench.settings",
+    ],
 )
 def test_the_command_line_is_quick_to_load(name: str) -> None:
     assert not loaded(name) & {"torch", "transformers", "aiohttp", "tokenizers", "numpy", "pydantic"}
