@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from pdq.engine.packed import pack
@@ -24,17 +26,15 @@ from pdq.engine.probe import check_class, layout_of
 from pdq.errors import ModelUnsupported
 
 
-def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
-    """The causal language model in `folder` (config and safetensors), ready for `TorchEngine`; no remote code is run.
+def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model in `folder` (config and safetensors), ready for `TorchEngine`.
 
-    dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". Raises ModelUnsupported
-    if the architecture cannot run over KV slots or weights are missing, OSError if the folder is incomplete.
+    dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". trust_remote_code: run
+    the Python code in the folder that config.json names, if it does. Raises ModelUnsupported if the architecture cannot
+    run over KV slots or weights are missing, OSError if the folder is incomplete.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError) as e:
-        raise ModelUnsupported(f"{folder.name}: no such architecture in transformers: {e}") from e
-    _check_config(config)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    check_class(model_class(config, folder, trust_remote_code=trust_remote_code), config)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -43,7 +43,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
             dtype=getattr(torch, dtype),
             attn_implementation="eager",  # the probe switches to ours
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `_check_weights` refuses them by name
         )
@@ -56,12 +56,29 @@ def load_model(folder: Path, *, dtype: str, device: str) -> PreTrainedModel:
     return model
 
 
-def _check_config(config: PreTrainedConfig) -> None:
+def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """Raises ModelUnsupported for an architecture that transformers does not have."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as e:
+        raise ModelUnsupported(f"{folder.name}: transformers cannot make sense of its config.json: {e}") from e
+    return config
+
+
+def model_class(config: PreTrainedConfig, folder: Path, *, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """The class that `config` is for. Raises ModelUnsupported if it is not a decoder-only language model."""
     name = (config.architectures or [config.model_type])[0]
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if trust_remote_code and code:
+        found: type[PreTrainedModel] = get_class_from_dynamic_module(code, folder, local_files_only=True)
+        return found
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelUnsupported(f"{name} is not a decoder-only language model")
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    check_class(cls, config)
+    stock: type[PreTrainedModel] = cls
+    return stock
 
 
 def _check_weights(name: str, info: dict[str, Any]) -> None:

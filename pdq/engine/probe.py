@@ -30,6 +30,10 @@ _TOLERANCE = {torch.float32: 0.01}
 _HALF_TOLERANCE = 0.25
 
 
+class CannotRun(ModelUnsupported):
+    """The modelling code failed, for whatever reason: less certain than a refusal, for a model without numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Probed:
     """What a model turned out to be.
@@ -50,10 +54,9 @@ def layout_of(model: PreTrainedModel) -> Probed:
     """The KV layout of `model`, whose attention is switched to ours for good. Raises ModelUnsupported."""
     if model not in _known:
         check_class(type(model), model.config)
-        limit = longest_stable(model)
-        stock = _stock_logits(model, _text(model))
+        limit = longest_stable(model.config)
         layers, reads = record(model)
-        verify(model, layers, reads, stock)
+        compare(model, layers, reads)
         _known[model] = Probed(Layout(layers, model.dtype), reads, limit)
     return _known[model]
 
@@ -63,6 +66,8 @@ def check_class(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     name = cls.__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{name} is an encoder-decoder: its KV does not follow from a token prefix")
+    if config.get_text_config() is not config:
+        raise ModelUnsupported(f"{name} is multimodal; only text models run here")
     for i, kind in enumerate(getattr(config.get_text_config(), "layer_types", None) or []):
         if kind not in _KV_LAYER_TYPES:
             raise ModelUnsupported(f"{name}: layer {i} is of type {kind}; only full and sliding attention can run here")
@@ -72,9 +77,9 @@ def check_class(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
         raise ModelUnsupported(f"{name} takes no position_ids")
 
 
-def longest_stable(model: PreTrainedModel) -> int | None:
+def longest_stable(config: PreTrainedConfig) -> int | None:
     """The length of a text up to which no rotary embedding changes with it, so that stored KV stays valid."""
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     limits: list[int | None] = []
@@ -97,21 +102,22 @@ def record(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[int, .
     except ModelUnsupported:
         raise
     except Exception as e:
-        raise ModelUnsupported(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
+        raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
 
 
 @torch.inference_mode()
-def verify(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...], stock: torch.Tensor) -> None:
-    """Raise ModelUnsupported unless the model computes `stock` over slots too: in pieces, beside another text.
+def compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...]) -> None:
+    """Raise ModelUnsupported unless the model computes over slots what it computes alone by its own attention.
 
-    stock: logits `[tokens, vocab]` by the model's own attention. Leaves the model with our attention.
+    Over slots it does so in pieces and beside another text. Leaves the model with our attention.
     """
-    _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
     ids = _text(model)
+    stock = _stock_logits(model, ids)
+    _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
     try:
         ours = _logits_over_slots(model, layers, reads, ids)
     except Exception as e:
-        raise ModelUnsupported(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
+        raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
     error = float((ours - stock).norm() / stock.norm().clamp(min=1e-12))
     if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
         raise ModelUnsupported(
@@ -151,7 +157,6 @@ class _Later(Step):
         return 10_000
 
 
-@torch.inference_mode()
 def _stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """float32 `[tokens, vocab]` by the model's own attention."""
     restore(model)
@@ -159,7 +164,7 @@ def _stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     try:
         logits: torch.Tensor = model(ids.unsqueeze(0), use_cache=False).logits[0]
     except Exception as e:
-        raise ModelUnsupported(f"{_name(model)} cannot be run: {type(e).__name__}: {e}") from e
+        raise CannotRun(f"{_name(model)} cannot be run: {type(e).__name__}: {e}") from e
     return logits.float()
 
 

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdq.errors import ConfigError, ModelNotFound, Unavailable
-from pdq.models.checkpoint import check_supported, context_limit, eos_token_ids, fingerprint, missing_part
+from pdq.models.checkpoint import (
+    check_supported,
+    context_limit,
+    eos_token_ids,
+    fingerprint,
+    has_chat_template,
+    missing_part,
+)
 from pdq.models.converted import Say, built_in, convert_gguf
 from pdq.text import ByteTokenizer, Tokenizer
 
@@ -33,6 +40,7 @@ __all__ = [
     "eos_token_ids",
     "find_model",
     "fingerprint",
+    "has_chat_template",
     "load_tokenizer",
 ]
 
@@ -43,8 +51,9 @@ BUILT_IN_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_SECONDS = 10.0  # to say whether it has the model; name look-ups have no timeout of their own
 
 # Only files at the top level: repositories keep other formats (original/, onnx/) in folders. Never pickled weights.
+# Code is fetched, but runs with --trust-remote-code only.
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
-MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors", "*.py"]
 IGNORED_PATTERNS = ["*/*", "consolidated*"]
 
 

@@ -90,12 +90,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
-def check_supported(folder: Path) -> None:
+def check_supported(folder: Path, *, trust_remote_code: bool = False) -> None:
     """Raises ModelUnsupported, naming layer or key, for a model that cannot be split into prefill and decode."""
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type", "unknown"))
-    if reason := _obstacle(kind, config):
-        raise ModelUnsupported(f"model type {kind!r} is not supported: {reason}")
+    if reason := _obstacle(kind, config, trust_remote_code and bool(config.get("auto_map"))):
+        classes = config.get("architectures")
+        name = f"{classes[0]} of " if isinstance(classes, list) and classes else ""
+        raise ModelUnsupported(f"{name}model type {kind!r} is not supported: {reason}")
 
 
 def context_limit(folder: Path, max_model_len: int | None) -> int:
@@ -107,10 +109,15 @@ def context_limit(folder: Path, max_model_len: int | None) -> int:
         if max_model_len is None:
             raise ConfigError("max_model_len: this model states no context limit, so one must be given")
         return max_model_len
-    own = max(own, _stretched(config))
+    own = _stable(config) or max(own, _stretched(config))
     if max_model_len is not None and max_model_len > own:
         raise ConfigError(f"max_model_len: {max_model_len} is more than the model's context of {own} tokens")
     return max_model_len or own
+
+
+def has_chat_template(folder: Path) -> bool:
+    config = read_json(folder / "tokenizer_config.json")
+    return (folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
@@ -124,12 +131,13 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def fingerprint(folder: Path, *, dtype: str, block_size: int) -> bytes:
+def fingerprint(folder: Path, *, dtype: str, block_size: int, trust_remote_code: bool = False) -> bytes:
     """32 bytes that are equal exactly if KV blocks of two workers may be exchanged. Raises ConfigError.
 
     SHA-256 over the KV wire version, dtype, block size, the computing part of config.json (rope and quantisation are in
     it) and each weight file: whole up to 16 MiB, else its size, its header and two windows of every tensor, so that a
-    fine-tune of any one layer shows: a few thousand small reads for a dense model of 100 GB.
+    fine-tune of any one layer shows: a few thousand small reads for a dense model of 100 GB. Of a model whose own code
+    may run, the code too.
     """
     config = {k: v for k, v in read_json(folder / "config.json").items() if k not in UNRELATED_KEYS}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
@@ -139,7 +147,8 @@ def fingerprint(folder: Path, *, dtype: str, block_size: int) -> bytes:
     weights = weight_files(folder)
     if not weights:
         raise ConfigError(f"model: no .safetensors file in {folder}")
-    for path in weights:
+    code = sorted(folder.glob("*.py")) if trust_remote_code else []
+    for path in [*weights, *code]:
         _add(digest, path.name.encode())
         try:
             with path.open("rb") as file:
@@ -183,8 +192,8 @@ def _tensor_spans(path: Path, header: bytes) -> list[tuple[int, int]]:
         raise ConfigError(f"model: {path} is not a safetensors file: {e}") from e
 
 
-def _obstacle(kind: str, config: Mapping[str, Any]) -> str | None:
-    """Why the pipeline cannot run this model, or None."""
+def _obstacle(kind: str, config: Mapping[str, Any], own_code: bool) -> str | None:
+    """Why the pipeline cannot run this model, or None. own_code: its repository's code may say what it is."""
     if config.get("is_encoder_decoder"):
         return "it is an encoder-decoder (is_encoder_decoder); its cross-attention state does not fit KV blocks"
     for key in TOWER_KEYS:
@@ -192,10 +201,12 @@ def _obstacle(kind: str, config: Mapping[str, Any]) -> str | None:
             return f"it is multimodal ({key}); only text models run here"
     if reason := _stateful(kind, config):
         return reason
+    if own_code:
+        return None
     known = causal_lm_classes()
     if known is not None and kind not in known:
         if config.get("auto_map"):
-            return "it needs code from its repository (auto_map), which is not run"
+            return "it needs code from its repository (auto_map), which runs only with --trust-remote-code"
         return "transformers has no causal language model of this type"
     classes = config.get("architectures")
     if (
@@ -220,6 +231,15 @@ def _stateful(kind: str, config: Mapping[str, Any]) -> str | None:
             if config.get(key):
                 return f"it has state-space or convolution layers ({key}), whose state does not fit KV blocks"
     return None
+
+
+def _stable(config: Mapping[str, Any]) -> int:
+    """The length at which LongRoPE changes all positions and with them stored KV. 0 without."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or not {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
+        return 0
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return original if isinstance(original, int) else 0
 
 
 def _stretched(config: Mapping[str, Any]) -> int:

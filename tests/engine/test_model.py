@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration, dynamic_module_utils
 
+from pdq.config import PrefillSettings
 from pdq.engine.base import Segment
+from pdq.engine.load import load_engine
 from pdq.engine.model import load_model
 from pdq.engine.probe import layout_of
 from pdq.errors import ModelUnsupported
+from pdq.models import fingerprint
 from tests.engine.pd import GREEDY, engine
 from tests.engine.tiny import WINDOW, save_tiny, tiny_model
 
@@ -87,6 +91,55 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_thing", "architectures": ["NoSuch"]}))
     with pytest.raises(ModelUnsupported, match="no_such_thing"):
         load(tmp_path)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OddConfig(LlamaConfig):
+    model_type = "odd"
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that transformers does not know, with its own code."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = save_tiny("llama", tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_odd.py").write_text(CODE)
+    return folder
+
+
+def settings(folder: Path, **more: Any) -> PrefillSettings:
+    return PrefillSettings(model=str(folder), dtype="float32", **more)
+
+
+def test_code_of_a_model_runs_only_when_it_is_trusted(with_code: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"OddForCausalLM .*only with --trust-remote-code"):
+        load_engine(settings(with_code), with_code)
+    assert "transformers_modules" not in sys.modules
+    it = load_engine(settings(with_code, trust_remote_code=True), with_code)
+    assert it.spec.layout == "2x2x8+8"
+    (token,) = it.forward([Segment(it.open(10), [3, 1, 4, 1, 5], GREEDY)])
+    assert token == int(tiny_model("llama")(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].argmax())
+
+
+def test_other_code_is_another_model(with_code: Path) -> None:
+    def found(trust: bool) -> bytes:
+        return fingerprint(with_code, dtype="float32", block_size=32, trust_remote_code=trust)
+
+    trusted, plain = found(True), found(False)
+    (with_code / "modeling_odd.py").write_text(CODE + "# changed")
+    assert found(True) != trusted
+    assert found(False) == plain
 
 
 def test_missing_weights_are_refused_instead_of_made_up(tmp_path: Path) -> None:

@@ -95,6 +95,27 @@ def test_a_model_without_a_context_limit_needs_one(tmp_path: Path) -> None:
         context_limit(tmp_path, None)
 
 
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_longrope_ends_the_context_where_it_would_turn_all_positions(tmp_path: Path, name: str) -> None:
+    write_json(
+        tmp_path / "config.json",
+        LLAMA | {"original_max_position_embeddings": 64, "rope_scaling": {name: "longrope", "long_factor": [2.0]}},
+    )
+    assert context_limit(tmp_path, None) == 64
+    with pytest.raises(ConfigError, match="context of 64"):
+        context_limit(tmp_path, 65)
+
+
+def test_code_in_the_repository_is_an_obstacle_unless_it_is_trusted(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "unheard", "auto_map": {"AutoConfig": "x.y"}})
+    with pytest.raises(ModelUnsupported, match="only with --trust-remote-code"):
+        check_supported(tmp_path)
+    check_supported(tmp_path, trust_remote_code=True)
+    write_json(tmp_path / "config.json", {"model_type": "unheard"})
+    with pytest.raises(ModelUnsupported, match="no causal language model"):
+        check_supported(tmp_path, trust_remote_code=True)
+
+
 @pytest.mark.parametrize(
     ("rope", "limit"),
     [

@@ -52,6 +52,17 @@ def test_text_becomes_the_type_of_the_field() -> None:
     assert type(settings.lease_seconds) is float
 
 
+@pytest.mark.parametrize(("text", "flag"), [("1", True), ("True", True), ("on", True), ("0", False), ("no", False)])
+def test_a_flag_has_words_for_yes_and_no(text: str, flag: bool) -> None:
+    assert ModelSettings.load({"PDQ_TRUST_REMOTE_CODE": text}).trust_remote_code is flag
+
+
+def test_a_flag_survives_the_way_to_a_child() -> None:
+    settings = ServeSettings(trust_remote_code=True)
+    assert ServeSettings.load(settings.environ()) == settings
+    wrong("trust_remote_code: expected bool, got 'maybe'", trust_remote_code="maybe")
+
+
 def test_a_whole_number_is_a_fine_float_but_keeps_the_type() -> None:
     assert type(DecodeSettings(lease_seconds=3).lease_seconds) is float
 
@@ -74,7 +85,7 @@ def test_a_whole_number_is_a_fine_float_but_keeps_the_type() -> None:
         ("threads: must be at least 1, got 0", {"threads": "0"}),
         ("model: expected str, got 5", {"model": 5}),
         ("dtype: one of bfloat16, float16, float32 is wanted, got 'int8'", {"dtype": "int8"}),
-        ("kv_miss: one of requeue, fail is wanted, got 'FAIL'", {"kv_miss": "FAIL"}),
+        ("kv_miss: one of requeue, recompute, fail is wanted, got 'FAIL'", {"kv_miss": "FAIL"}),
         ("pool: letters, digits, - and _ are wanted, got 'a b'", {"pool": "a b"}),
         ("pool: letters, digits, - and _ are wanted, got ''", {"pool": ""}),
         ("pool: letters, digits, - and _ are wanted, got '-'", {"pool": "-"}),
@@ -139,7 +150,7 @@ def test_every_setting_has_a_variable_that_every_program_knows(cls: type[Setting
 def test_every_setting_is_of_a_type_that_is_checked_and_has_a_sentence_of_help(cls: type[Settings]) -> None:
     hints = get_type_hints(cls)
     for f in fields(cls):
-        assert hints[f.name] in (str, int, float, str | None, int | None, float | None), f.name
+        assert hints[f.name] in (bool, str, int, float, str | None, int | None, float | None), f.name
         assert f.metadata["help"].endswith(".")
 
 
