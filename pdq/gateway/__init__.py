@@ -9,6 +9,7 @@
     prompts.py      text to tokens, and whether they fit the context
     jobs.py         the queued requests behind one HTTP request: submit, read, cancel when the client goes away
     replies.py      one answer as JSON or as a stream; sse.py owns the framing
+    logprobs.py     log probabilities in OpenAI's two shapes
     status.py       GET /health, /ready, /v1/models
     pool.py         which workers live, looked up at most once a second
     offload.py      a few threads for the work that would hold up the event loop

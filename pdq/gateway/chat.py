@@ -9,6 +9,7 @@ from aiohttp import web
 from pdq.gateway import prompts
 from pdq.gateway.body import read_body
 from pdq.gateway.context import GATEWAY
+from pdq.gateway.logprobs import ChatLogprobs
 from pdq.gateway.replies import Endpoint, answer
 from pdq.gateway.schemas import ChatBody
 from pdq.gateway.sse import Shape
@@ -30,6 +31,7 @@ CHAT = Endpoint(
     object="chat.completion",
     prompt_field="messages",
     whole=_message,
+    logprobs=ChatLogprobs,
 )
 
 
@@ -38,6 +40,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatBody)
     limit = await gateway.context_limit(body.model)
     ids = await prompts.chat_tokens(gateway, [m.message() for m in body.messages], limit)
-    name, wanted = body.wanted_tokens
-    prompts.check_room(len(ids), "messages", wanted, name, limit)
+    _, wanted = body.wanted_tokens
+    prompts.check_room(len(ids), "messages", body.needed_tokens, limit)
     return await answer(request, CHAT, [prompts.Prompt(ids, wanted)], body)

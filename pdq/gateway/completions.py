@@ -9,6 +9,7 @@ from aiohttp import web
 from pdq.gateway import prompts
 from pdq.gateway.body import read_body
 from pdq.gateway.context import GATEWAY
+from pdq.gateway.logprobs import CompletionLogprobs
 from pdq.gateway.replies import Endpoint, answer
 from pdq.gateway.schemas import CompletionBody
 from pdq.gateway.sse import Shape
@@ -32,6 +33,7 @@ COMPLETION = Endpoint(
     object="text_completion",
     prompt_field="prompt",
     whole=_text,
+    logprobs=CompletionLogprobs,
 )
 
 
@@ -41,11 +43,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     limit = await gateway.context_limit(body.model)
     named = await prompts.completion_tokens(gateway, body.prompts, limit)
     for name, ids in named:
-        prompts.check_room(len(ids), name, body.max_tokens, "max_tokens", limit)
-    fitting = [prompts.Prompt(ids, _max_tokens(body.max_tokens, limit - len(ids))) for _, ids in named]
+        prompts.check_room(len(ids), name, body.needed_tokens, limit)
+    fitting = [prompts.Prompt(ids, _max_tokens(body, limit - len(ids))) for _, ids in named]
     return await answer(request, COMPLETION, fitting, body)
 
 
-def _max_tokens(wanted: int | None, room: int) -> int:
-    """Nobody asked for the default, so it gives way to the end of the context."""
-    return min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
+def _max_tokens(body: CompletionBody, room: int) -> int:
+    """Nobody asked for the default, so it gives way to the end of the context, and to min_tokens."""
+    if body.max_tokens is not None:
+        return body.max_tokens
+    return max(min(DEFAULT_MAX_TOKENS, room), body.min_tokens or 0)

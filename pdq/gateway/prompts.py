@@ -74,8 +74,12 @@ def _encode_all(tokenizer: Tokenizer, prompts: list[str] | list[list[int]]) -> l
     return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
-def check_room(prompt_tokens: int, prompt_name: str, wanted: int | None, wanted_name: str, limit: int) -> None:
-    """Raises ContextTooLong unless the prompt and `wanted` more tokens (None: at least one) fit `limit`."""
+def check_room(prompt_tokens: int, prompt_name: str, needed: tuple[str, int | None], limit: int) -> None:
+    """Raises ContextTooLong unless the prompt and what is needed after it (None: one token) fit `limit`.
+
+    needed: the field that says so, and the tokens.
+    """
+    wanted_name, wanted = needed
     if prompt_tokens >= limit:
         raise ContextTooLong(
             f"This model's context is {limit} tokens, but {prompt_name} has {prompt_tokens} tokens, "

@@ -22,6 +22,7 @@ from pdq.gateway.auth import TENANT
 from pdq.gateway.context import GATEWAY, Gateway
 from pdq.gateway.errors import bug_object, describe, json_response
 from pdq.gateway.jobs import Jobs, Numbered, submitted
+from pdq.gateway.logprobs import Wording
 from pdq.gateway.middleware import LABEL, is_label
 from pdq.gateway.prompts import Prompt
 from pdq.gateway.schemas import GenerationBody
@@ -37,13 +38,15 @@ GRACE_SECONDS = 30.0
 class Endpoint:
     """How one endpoint words its answers.
 
-    prompt_field: where the prompt stands in the body. whole: the fields of a choice that carry the text.
+    prompt_field: where the prompt stands in the body. whole: the fields of a choice that carry the text. logprobs:
+    makes what words the log probabilities of one choice.
     """
 
     shape: Shape
     object: str
     prompt_field: str
     whole: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[], Wording]
 
 
 async def answer(
@@ -73,8 +76,9 @@ async def _answer(
         }
         limit = gateway.settings.request_timeout + GRACE_SECONDS
         if not body.stream:
-            return await _whole(endpoint, head, jobs, limit)
-        chunks = Chunks(endpoint.shape, head, len(prompts), include_usage=body.include_usage)
+            return await _whole(endpoint, head, jobs, limit, scored=body.scored is not None)
+        wordings = [] if body.scored is None else [endpoint.logprobs() for _ in prompts]
+        chunks = Chunks(endpoint.shape, head, len(prompts), include_usage=body.include_usage, logprobs=wordings)
         try:
             async with asyncio.timeout(limit):
                 return await _stream(request, gateway, chunks, jobs)
@@ -91,7 +95,7 @@ def _idempotency_key(request: web.Request) -> str | None:
     return key
 
 
-async def _whole(endpoint: Endpoint, head: dict[str, Any], jobs: Jobs, limit: float) -> web.Response:
+async def _whole(endpoint: Endpoint, head: dict[str, Any], jobs: Jobs, limit: float, *, scored: bool) -> web.Response:
     try:
         async with asyncio.timeout(limit):
             results = await jobs.results()
@@ -99,7 +103,12 @@ async def _whole(endpoint: Endpoint, head: dict[str, Any], jobs: Jobs, limit: fl
         raise DeadlineExceeded("The request was not finished in time.") from e
     jobs.done = True
     choices = [
-        {"index": n, **endpoint.whole(r.text), "logprobs": None, "finish_reason": r.finish_reason}
+        {
+            "index": n,
+            **endpoint.whole(r.text),
+            "logprobs": endpoint.logprobs()(r.logprobs) if scored else None,
+            "finish_reason": r.finish_reason,
+        }
         for n, r in enumerate(results)
     ]
     response = json_response(head | {"choices": choices, "usage": usage_object([r.usage for r in results])})

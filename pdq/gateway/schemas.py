@@ -6,6 +6,7 @@ leave here as one InvalidRequest with one sentence and the dotted name of the fi
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pdq.errors import ContextTooLong, InvalidRequest
 from pdq.gateway import unsupported
 from pdq.messages import Message
-from pdq.validate import MAX_SALT_CHARS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
+from pdq.validate import MAX_LISTED, MAX_LOGPROBS, MAX_SALT_CHARS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
 
 B = TypeVar("B", bound="GenerationBody")
 MAX_PROMPTS = 128
@@ -39,6 +40,34 @@ Stops = Annotated[
 ]
 
 
+def _bias_object(value: Any) -> Any:
+    """What a JSON object cannot say by its types: keys are token ids, each in one spelling."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias_type", "must be an object that maps token ids to numbers")
+    for key in value:
+        if not _TOKEN_KEY.fullmatch(key) or int(key) > MAX_INT32:
+            shown = key if len(key) <= 50 else key[:50] + "…"
+            raise PydanticCustomError("bias_key", "has the key {key}, which is no token id", {"key": repr(shown)})
+    return value
+
+
+def _no_false(value: Any) -> Any:
+    return None if value is False else value
+
+
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Biases = Annotated[
+    Annotated[dict[str, Bias], Field(max_length=MAX_LISTED, fail_fast=True)] | None, BeforeValidator(_bias_object)
+]
+Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED, fail_fast=True)]
+Logprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
 
@@ -55,6 +84,13 @@ class GenerationBody(Strict):
     seed: Annotated[int | None, Field(ge=-(2**63), le=MAX_SEED)] = None
     stop: Stops = None
     ignore_eos: bool | None = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10, allow_inf_nan=False)] = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Biases = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_INT32)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    stop_token_ids: TokenIds | None = None
     cache: Literal["on", "off"] | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARS)] = None
     stream: bool | None = None
@@ -63,6 +99,22 @@ class GenerationBody(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        """The limit on the completion, and the field it stands in."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def needed_tokens(self) -> tuple[str, int | None]:
+        """As `wanted_tokens`; without a limit, the least that was asked for. Room for as many is needed."""
+        name, wanted = self.wanted_tokens
+        return (name, wanted) if wanted is not None else ("min_tokens", self.min_tokens or None)
+
+    @property
+    def scored(self) -> int | None:
+        """None, or of how many most likely tokens the log probabilities are wanted beside the chosen one's."""
+        return None
 
     def caching(self) -> dict[str, str]:
         """As `sampling`. cache_salt is not the whole salt: it comes on top of the tenant's."""
@@ -78,6 +130,14 @@ class GenerationBody(Strict):
             "seed": self.seed,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "min_tokens": self.min_tokens,
+            "allowed_token_ids": self.allowed_token_ids,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": self.scored,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -133,6 +193,12 @@ class ChatMessage(Strict):
 class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs = None
+
+    @property
+    def scored(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @classmethod
     def parse(cls, value: Any, limit: int) -> Self:
@@ -144,11 +210,13 @@ class ChatBody(GenerationBody):
         if isinstance(turns, list) and len(turns) >= limit:
             text = f"This model's context is {limit} tokens, but messages has at least {len(turns)} tokens."
             raise ContextTooLong(text, param="messages")
-        return _parse(cls, value, unsupported.CHAT)
+        body = _parse(cls, value, unsupported.CHAT)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed together with logprobs.", param="top_logprobs")
+        return body
 
     @property
     def wanted_tokens(self) -> tuple[str, int | None]:
-        """The limit on the completion, and the field it stands in."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -165,7 +233,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 # The tags are in parentheses so that they can be told from field names in a finding's location.
@@ -184,6 +252,11 @@ Prompt = Annotated[
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
+    logprobs: Annotated[Logprobs, BeforeValidator(_no_false)] = None
+
+    @property
+    def scored(self) -> int | None:
+        return self.logprobs
 
     @classmethod
     def parse(cls, value: Any, limit: int) -> Self:
@@ -211,6 +284,9 @@ def _parse(schema: type[B], value: Any, refused: Any) -> B:
         raise _invalid(e.errors(include_url=False)[0]) from None
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed together with stream.", param="stream_options")
+    name, wanted = body.wanted_tokens
+    if wanted is not None and (body.min_tokens or 0) > wanted:
+        raise InvalidRequest(f"min_tokens must be at most {name}, which is {wanted}.", param="min_tokens")
     return body
 
 
@@ -222,6 +298,7 @@ _SENTENCES = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false, got {kind}",
     "list_type": "must be an array, got {kind}",
+    "dict_type": "must be an object, got {kind}",
     "model_type": "must be an object, got {kind}",
     "literal_error": "must be {expected}",
     "greater_than": "must be above {gt:g}",

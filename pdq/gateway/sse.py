@@ -7,12 +7,14 @@ chunk (chat), text chunks, one finish chunk; then a usage chunk if asked for, an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from pdq.gateway.logprobs import Wording
 from pdq.messages import Event, Timings, Usage
 from pdq.tasks import cancelled
 
@@ -41,15 +43,27 @@ class Shape:
 
 
 class Chunks:
-    """Turns the events of one answer into bytes to send. choices: how many terminal events end it."""
+    """Turns the events of one answer into bytes to send.
 
-    def __init__(self, shape: Shape, head: dict[str, Any], choices: int, *, include_usage: bool) -> None:
+    choices: how many terminal events end it. logprobs: how each choice words its log probabilities, if it has any.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        head: dict[str, Any],
+        choices: int,
+        *,
+        include_usage: bool,
+        logprobs: Sequence[Wording] = (),
+    ) -> None:
         self._shape = shape
         # {"id":...,"model":... without the closing brace
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._before = [self._head + b'{"index":%d,' % n + shape.before for n in range(choices)]
         self._after = shape.after + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._logprobs = logprobs
         self._opened: set[int] = set()
         self._include_usage = include_usage
         self._usages: list[Usage] = []
@@ -62,19 +76,27 @@ class Chunks:
 
     def render(self, choice: int, event: Event) -> bytes:
         """All chunks for `event`, b"" if it shows nothing yet."""
-        if event.finish_reason is None and not event.text:
+        scored = bool(event.logprobs and self._logprobs)
+        if event.finish_reason is None and not event.text and not scored:
             return b""
         out = b""
         if choice not in self._opened:
             self._opened.add(choice)
             if self._shape.opening:
                 out = self._chunk(choice, self._shape.opening, None)
-        if event.text:
+        if scored:  # tokens whose text is held back have theirs already
+            out += self._before[choice] + orjson.dumps(event.text) + self._scored(choice, event)
+        elif event.text:
             out += self._before[choice] + orjson.dumps(event.text) + self._after
         if event.finish_reason is not None:
             out += self._chunk(choice, self._shape.empty, event.finish_reason)
             out += self._end(event.usage)
         return out
+
+    def _scored(self, choice: int, event: Event) -> bytes:
+        """What stands instead of `_after`."""
+        found = orjson.dumps(self._logprobs[choice](event.logprobs))
+        return self._shape.after + b',"logprobs":' + found + b',"finish_reason":null}' + self._tail
 
     def _chunk(self, choice: int, body: bytes, finish_reason: str | None) -> bytes:
         reason = orjson.dumps(finish_reason)

@@ -75,11 +75,12 @@ class FakeHandle:
             self.closed.set()
 
     async def result(self, timeout: float | None = None) -> Result:
-        text, ids = "", ()
+        text, ids, logprobs = "", (), ()
         async for event in self.stream():
             text += event.text
             ids += event.token_ids
-        return Result(self.id, text, ids, event.finish_reason, event.usage, event.timings)
+            logprobs += event.logprobs
+        return Result(self.id, text, ids, event.finish_reason, event.usage, event.timings, logprobs)
 
     async def cancel(self) -> bool:
         self.cancelled.set()

@@ -87,6 +87,40 @@ FIELDS = [
     ),
     ({"ignore_eos": 0}, "ignore_eos", "ignore_eos must be true or false, got an integer."),
     ({"model": 5}, "model", "model must be a string, got an integer."),
+    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be above 0."),
+    ({"repetition_penalty": 10.5}, "repetition_penalty", "repetition_penalty must be at most 10.0."),
+    ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty must be at most 2.0."),
+    ({"presence_penalty": False}, "presence_penalty", "presence_penalty must be a number, got a boolean."),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "frequency_penalty must be at least -2.0."),
+    ({"frequency_penalty": "0"}, "frequency_penalty", "frequency_penalty must be a number, got a string."),
+    ({"logit_bias": [5]}, "logit_bias", "logit_bias must be an object that maps token ids to numbers."),
+    ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias has the key 'the', which is no token id."),
+    ({"logit_bias": {"05": 1}}, "logit_bias", "logit_bias has the key '05', which is no token id."),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias has the key '-1', which is no token id."),
+    ({"logit_bias": {"\u0665": 1}}, "logit_bias", "logit_bias has the key '\u0665', which is no token id."),
+    ({"logit_bias": {"9" * 60: 1}}, "logit_bias", f"logit_bias has the key '{'9' * 50}…', which is no token id."),
+    ({"logit_bias": {str(2**31): 1}}, "logit_bias", f"logit_bias has the key '{2**31}', which is no token id."),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 must be at most 100.0."),
+    ({"logit_bias": {"5": -100.5}}, "logit_bias.5", "logit_bias.5 must be at least -100.0."),
+    ({"logit_bias": {"5": None}}, "logit_bias.5", "logit_bias.5 must be a number, got null."),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "logit_bias must have at most 1024 items."),
+    ({"min_tokens": -1}, "min_tokens", "min_tokens must be at least 0."),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "min_tokens must be at most max_tokens, which is 5."),
+    (
+        {"min_tokens": 6, "max_completion_tokens": 5},
+        "min_tokens",
+        "min_tokens must be at most max_completion_tokens, which is 5.",
+    ),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids must not be empty."),
+    ({"allowed_token_ids": 5}, "allowed_token_ids", "allowed_token_ids must be an array, got an integer."),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids.1", "allowed_token_ids.1 must be at least 0."),
+    ({"stop_token_ids": [5.0]}, "stop_token_ids.0", "stop_token_ids.0 must be an integer, got a number."),
+    ({"stop_token_ids": [2**31]}, "stop_token_ids.0", f"stop_token_ids.0 must be at most {2**31 - 1}."),
+    ({"stop_token_ids": [5] * 1025}, "stop_token_ids", "stop_token_ids must have at most 1024 items."),
+    ({"logprobs": 1}, "logprobs", "logprobs must be true or false, got an integer."),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be at most 20."),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "top_logprobs must be an integer, got a boolean."),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs is only allowed together with logprobs."),
     ({"cache": "OFF"}, "cache", "cache must be 'on' or 'off'."),
     ({"cache": False}, "cache", "cache must be 'on' or 'off'."),
     ({"cache_salt": ""}, "cache_salt", "cache_salt must not be empty."),
@@ -112,23 +146,17 @@ UNSUPPORTED = {
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
-    "logprobs": [True, 0, "no"],
-    "top_logprobs": [3],
-    "logit_bias": [{"5": 1}],
-    "presence_penalty": [0.5, False, "0"],
-    "frequency_penalty": [-1],
-    "repetition_penalty": [1.1],
     "audio": [{"voice": "x"}],
     "modalities": [["text", "audio"], ["audio"]],
     "web_search_options": [{}],
     "chat_template": ["{{ 1 }}"],
     "chat_template_kwargs": [{"chat_template": "{% for i in range(99999) %}{% endfor %}"}, {"tokenize": True}],
-    "min_tokens": [3],
-    "stop_token_ids": [[7]],
     "continue_final_message": [True],
     "add_generation_prompt": [False],
     "structured_outputs": [{"regex": "a"}],
     "truncate_prompt_tokens": [5],
+    "prompt_logprobs": [0, 1],
+    "bad_words": [["x"]],
 }
 
 
@@ -144,7 +172,7 @@ async def test_a_meaningful_field_that_is_not_supported_is_refused_by_name(http,
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("echo", True), ("suffix", "x"), ("best_of", 2), ("logprobs", 0), ("n", 3), ("prompt_embeds", "x")],
+    [("echo", True), ("suffix", "x"), ("best_of", 2), ("top_logprobs", 2), ("n", 3), ("prompt_embeds", "x")],
 )
 async def test_completions_refuse_what_they_cannot_do(http, fake, name, value):
     response = await http.post(COMPLETIONS, json=completion(**{name: value}))
@@ -153,10 +181,45 @@ async def test_completions_refuse_what_they_cannot_do(http, fake, name, value):
     assert fake.asked == []
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (True, "logprobs must be an integer, got a boolean."),
+        (-1, "logprobs must be at least 0."),
+        (21, "logprobs must be at most 20."),
+        ("1", "logprobs must be an integer, got a string."),
+    ],
+)
+async def test_a_completion_counts_its_logprobs(http, fake, value, message):
+    response = await http.post(COMPLETIONS, json=completion(logprobs=value))
+    assert response.status == 400
+    found = await error(response)
+    assert (found["param"], found["message"]) == ("logprobs", message)
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ['"repetition_penalty": {}', '"presence_penalty": {}', '"logit_bias": {{"5": {}}}'])
+async def test_numbers_that_are_none_are_no_json(http, fake, field, number):
+    body = '{"messages": [{"role": "user", "content": "Hi"}], ' + field.format(number) + "}"
+    response = await http.post(CHAT, data=body)
+    assert response.status == 400
+    await error(response)
+    assert fake.asked == []
+
+
+async def test_a_least_length_over_the_context_is_named(http, fake):
+    response = await http.post(CHAT, json=chat(min_tokens=600))
+    assert response.status == 400
+    found = await error(response)
+    assert (found["code"], found["param"]) == ("context_length_exceeded", "min_tokens")
+    assert fake.asked == []
+
+
 HARMLESS = {
     "user": "u", "store": True, "metadata": {"a": "b\0"}, "safety_identifier": "s", "verbosity": "low",
     "prompt_cache_key": "k", "service_tier": "auto", "parallel_tool_calls": True, "request_id": "a", "foo": {"bar": 1},
-    "n": 1, "tools": None, "tool_choice": "auto", "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "n": 1, "tools": None, "tool_choice": "auto", "logprobs": False, "top_logprobs": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0.0,
     "logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": "low",
 }  # fmt: skip
 
