@@ -139,7 +139,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. cached_tokens: prompt tokens whose KV came from the cache."""
+    """Token counts. cached_tokens: prompt tokens whose KV came from the cache when token 0 was computed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -198,8 +198,9 @@ class Event:
 
     index: position of the first of `token_ids` in the completion, from 0. text: valid UTF-8, stop strings already
     applied; may be empty while a character or a possible stop string is incomplete. finish_reason ("stop", "length",
-    "cancelled", "error") is set on the terminal event only, `error` only with "error" and "cancelled". logprobs: one
-    for each of `token_ids` if they were asked for, whether or not its text shows yet.
+    "cancelled", "error") is set on the terminal event only, `error` only with "error" and "cancelled". usage: with
+    token 0, as of then, and with the last one. logprobs: one for each of `token_ids` if they were asked for, whether or
+    not its text shows yet.
     """
 
     index: int

@@ -19,7 +19,7 @@ from pdq import scripts
 from pdq.connection import BLOCK_SECONDS, AsyncRedis, SyncRedis
 from pdq.errors import DeadlineExceeded, LostLease, PdqError, RequestCancelled, RequestFailed
 from pdq.keys import DEAD_LETTERS, GROUP, Keys
-from pdq.messages import LANES, VERSION, BadMessage, Event, Handoff, Request, Timings, decode, encode
+from pdq.messages import LANES, VERSION, BadMessage, Event, Handoff, Request, Timings, Usage, decode, encode
 
 Entry = tuple[str, str, str]  # stream, entry id, request id
 Fence = tuple[int, str, str, str]  # attempt, owner, group, entry id
@@ -220,6 +220,11 @@ class Queue:
         if len(tokens) != job.visible:
             raise BadMessage(f"{job.visible} tokens are visible, {len(tokens)} were found")
         return tokens
+
+    async def first_usage(self, job: Job) -> Usage | None:
+        """What an earlier attempt said with token 0, if that is visible."""
+        found: Any = await self._redis.xrange(self.keys.out(job.id), count=1) if job.visible else []
+        return decode(Event, found[0][1][b"e"]).usage if found else None
 
     async def hand_off(self, job: Job, handoff: Handoff) -> int:
         """Put the request into the decode stage; returns the KV tokens that wait there now.

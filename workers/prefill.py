@@ -47,8 +47,14 @@ class Prompt:
     slot: Slot
     sampling: SamplingParams | None  # how to sample the token that follows; None if it is known already
     cached: int = 0  # prompt tokens whose KV was in the store
+    earlier: Usage | None = None  # as the attempt that made token 0 visible counted
     storing: asyncio.Task[None] | None = None  # of the latest chunk's blocks
     scores: list[Scores] = field(default_factory=list)  # of that token, if they are wanted
+
+    @property
+    def usage(self) -> Usage:
+        """As of token 0. A later attempt finds the blocks of the first one, which were no hits."""
+        return self.earlier or Usage(len(self.tokens), 1, self.cached)
 
     async def stored(self) -> None:
         """Wait until the blocks exported so far are in the store. Raises RedisError."""
@@ -108,6 +114,7 @@ class PrefillStage:
         slot = await parts.slots.open(len(sequence), running)
         prompt = Prompt(running, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
+            prompt.earlier = await parts.worker.queue.first_usage(job)
             async with self._turn:
                 started = time.monotonic()
                 token = await self._compute(prompt)
@@ -195,9 +202,8 @@ class PrefillStage:
         most = max_new_tokens(sampling, len(prompt.tokens), spec.max_model_len)
         generation = Generation(self._parts.tokenizer, sampling, spec.eos_ids, most)
         step = generation.push(token)
-        usage = Usage(len(prompt.tokens), 1, prompt.cached) if step.finish_reason else None
         logprobs = generation.logprobs(prompt.scores)
-        event = Event(0, (token,), step.text, step.finish_reason, usage, timings, logprobs=logprobs)
+        event = Event(0, (token,), step.text, step.finish_reason, prompt.usage, timings, logprobs=logprobs)
         (verdict,) = await retried(running, lambda: self._parts.worker.queue.write([(running.job, event)]))
         running.note(verdict)
         running.check()
@@ -208,7 +214,8 @@ class PrefillStage:
         key, stored = await self._store_tail(prompt)
         handoff = Handoff(
             prompt=tuple(prompt.tokens), kv_length=stored, fingerprint=spec.fingerprint,
-            block_size=self._settings.block_size, tail_key=key, cached_tokens=prompt.cached, timings=timings,
+            block_size=self._settings.block_size, tail_key=key,
+            cached_tokens=prompt.usage.cached_tokens, timings=timings,
         )  # fmt: skip
         self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
 

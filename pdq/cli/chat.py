@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from pdq.api_keys import is_key
 from pdq.errors import ConfigError, InvalidRequest, PdqError, RequestFailed, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -65,6 +66,8 @@ class Server:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._url = _parse(options.url)
+        if options.api_key and not is_key(options.api_key):
+            raise ConfigError("api_key: printable ASCII without blanks is wanted")
         self.model = options.model or self._first_model()
 
     def answer(self, messages: list[dict[str, str]], timing: Timing) -> Generator[str]:

@@ -153,6 +153,12 @@ class Stream:
         return "".join(c["delta"].get("content") or "" for c in choices)
 
 
+def status(port: int, path: str, key: str) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status
+
+
 def children_of(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -238,6 +244,23 @@ def test_a_port_in_use_is_one_line_before_anything_is_started(serve: Serve, tmp_
         assert second.end() == 2
     assert second.lines == [f"error: port: {serve.port} on 127.0.0.1 is in use; choose another with --port"]
     assert not (tmp_path / "cache").exists()
+
+
+def test_with_a_keys_file_it_gets_ready_asks_for_keys_and_shows_none(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("acme sk-first\n")
+    with Serve(tmp_path / "cache", "--api-keys-file", str(file)).ready() as serve:
+        assert "$OPENAI_API_KEY" in serve.row("try")
+        assert serve.post()[0] == 401
+        assert [status(serve.port, "/v1/models", key) for key in ("sk-first", "sk-second")] == [200, 401]
+        file.write_text("acme sk-second\n")
+        assert until(lambda: status(serve.port, "/v1/models", "sk-second") == 200)
+        assert status(serve.port, "/v1/models", "sk-first") == 401
+        pids = [serve.process.pid, *serve.children().values()]
+        assert not [pid for pid in pids if b"sk-" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.end() == 0
+        assert not [line for line in serve.lines if "sk-" in line]
 
 
 def test_the_first_ctrl_c_drains_and_loses_nothing(tmp_path: Path) -> None:

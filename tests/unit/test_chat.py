@@ -38,6 +38,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: list[tuple[int, list[bytes]]] = []
         self.asked: list[dict[str, object]] = []
+        self.keys: list[str | None] = []
         self.models: object = {"data": [{"id": "tiny"}]}
         self.hold = threading.Event()  # an empty part waits for it, or for the client to go away
         self.left = threading.Event()
@@ -62,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
+        self.server.keys.append(self.headers["Authorization"])
         body = json.dumps(self.server.models).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -70,6 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         assert self.path == "/v1/chat/completions"
+        self.server.keys.append(self.headers["Authorization"])
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         status, parts = self.server.answers.pop(0)
         self.send_response(status)
@@ -155,6 +158,35 @@ def test_the_url_may_be_a_variable(fake: FakeServer, monkeypatch: pytest.MonkeyP
     pipe(monkeypatch, b"hi")
     monkeypatch.setenv("PDQ_URL", fake.url)
     assert main(["chat"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "sent"),
+    [
+        ([], None, None),
+        (["--api-key", "sk-1"], None, "Bearer sk-1"),
+        ([], "sk-2", "Bearer sk-2"),
+        (["--api-key", "sk-1"], "sk-2", "Bearer sk-1"),
+    ],
+)
+def test_the_api_key_is_sent_with_every_request(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, words: list[str], variable: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", variable)
+    fake.says(DONE)
+    pipe(monkeypatch, b"hi")
+    assert main(["chat", "--url", fake.url, *words]) == 0
+    assert fake.keys == [sent, sent]
+
+
+def test_an_api_key_that_cannot_be_sent_is_not_shown(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")
+    assert main(["chat", "--url", fake.url]) == 2
+    assert capsys.readouterr().err == "error: api_key: printable ASCII without blanks is wanted\n"
 
 
 def test_statistics_are_told_on_request(

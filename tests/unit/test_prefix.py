@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import subprocess
 import sys
 
@@ -42,6 +43,16 @@ def test_a_block_hash_is_what_the_docstring_says() -> None:
     first = hashlib.sha256(start + b"\x05\x00\x00\x00\xff\xff\xff\xff").digest()
     assert prefix.chain(start, [5, 2**32 - 1, 7], 2) == [first]
     assert prefix.chain(start, [5], 2) == []
+
+
+def test_a_salt_is_of_the_tenant_first_and_shows_nothing() -> None:
+    assert prefix.salt("") == prefix.salt("", "") == ""
+    pairs = [("acme", ""), ("", "acme"), ("acme", "a"), ("a", "acme"), ("acmea", ""), ("bolt", "a"), ("acm", "ea")]
+    salts = [prefix.salt(*pair) for pair in pairs]
+    assert len(set(salts)) == len(pairs)
+    assert all(len(s) == 64 and set(s) <= set("0123456789abcdef") for s in salts)
+    length = struct.Struct("<Q").pack
+    assert prefix.salt("t", "own") == hashlib.sha256(b"pdq-tenant" + length(1) + b"t" + length(3) + b"own").hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,21 @@ def test_the_banner_tells_where_what_and_how_to_try() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("locked", [{"api_key": "sk-secret"}, {"api_keys_file": "keys"}])
+def test_the_banner_s_command_takes_the_api_key_from_a_variable(locked: dict[str, object]) -> None:
+    rows = dict(banner(settings(**locked), MODEL, cores=4))
+    assert ' -H "Authorization: Bearer $OPENAI_API_KEY" -d ' in rows["try"]
+    assert "sk-secret" not in str(rows)
+
+
+def test_the_api_key_goes_to_the_gateway_alone() -> None:
+    every = settings(api_key="sk-secret", api_keys_file="keys")
+    assert gateway_program(every).env["PDQ_API_KEY"] == "sk-secret"
+    programs = [gateway_program(every), *worker_programs(every, cores=2)]
+    assert not [p.name for p in programs if "sk-secret" in " ".join(p.argv)]
+    assert not [p.name for p in programs[1:] if {"PDQ_API_KEY", "PDQ_API_KEYS_FILE"} & p.env.keys()]
+
+
 def test_the_banner_says_when_there_are_more_workers_than_cores() -> None:
     text = dict(banner(settings(decode=3), MODEL, cores=2))["workers"]
     assert text == "1 prefill x 1 thread, 3 decode x 1 thread (more than the 2 cores: expect them to slow each other)"
