@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
 
-from pdq import connection, scripts
+from pdq import connection, heartbeats, scripts
 from pdq.config import RedisSettings
 from pdq.connection import RedisError
 from pdq.errors import (
@@ -42,7 +42,6 @@ from pdq.messages import (
     TokenLogprob,
     Usage,
     WorkerInfo,
-    decode,
     encode,
 )
 from pdq.queue import CANCELLED, EXPIRED, WAITED

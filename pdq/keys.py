@@ -12,6 +12,7 @@
     {pdq:P}:wake:<reader>     stream  wakes one reply reader                  one entry, TTL
     pdq:kv:<fp>:<hash>        string  one KV block                            TTL, renewed by use
     pdq:kv:<fp>:index         zset    block hash -> last use, ms              TTL, renewed by use
+    pdq:kv:<fp>:epoch         string  rises when the blocks are cleared         TTL of 30 days
     pdq:tail:<id>:<attempt>   string  partial last block of a handoff         TTL, deleted after the terminal event
 
 Control keys share one hash tag, so that scripts may touch several of them on a cluster; blocks carry no tag, so that a
@@ -36,6 +37,11 @@ class Keys:
     @property
     def _tag(self) -> str:
         return "{pdq:" + self.pool + "}"
+
+    @property
+    def home(self) -> str:
+        """A key, never written, in the slot of all the others."""
+        return self._tag
 
     def prefill(self, lane: str) -> str:
         return f"{self._tag}:prefill:{lane}"
@@ -85,6 +91,20 @@ class BlockKeys:
     @property
     def index(self) -> str:
         return f"pdq:kv:{self.fingerprint[:8].hex()}:index"
+
+    @property
+    def epoch(self) -> str:
+        return f"pdq:kv:{self.fingerprint[:8].hex()}:epoch"
+
+
+def kv_pattern(model: str) -> str:
+    """For SCAN: the KV keys of a fingerprint's first 16 hex digits, "*" for all."""
+    return f"pdq:kv:{model}:*"
+
+
+def tail_pattern() -> str:
+    """For SCAN: the tails of all handoffs."""
+    return "pdq:tail:*"
 
 
 def tail(request_id: str, attempt: int) -> str:

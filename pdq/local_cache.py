@@ -29,6 +29,11 @@ class LocalCache:
             self._held.move_to_end(block_hash)
             return self._held[block_hash]
 
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self.size = 0
+
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._held
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from pdq import keys, scripts
 from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
-from pdq.bulk import Value, Values
+from pdq.bulk import Command, Value, Values
+from pdq.cluster import Nodes
 from pdq.connection import SyncRedis
 from pdq.local_cache import LocalCache
 
@@ -39,7 +40,7 @@ class BlockStore:
 
     def __init__(
         self,
-        redis: SyncRedis,
+        redis: SyncRedis | Nodes,
         codec: BlockCodec,
         *,
         block_size: int,
@@ -48,7 +49,6 @@ class BlockStore:
         local: int = 0,
     ) -> None:
         value_bytes = HEADER_BYTES + codec.payload_bytes(block_size)
-        self._redis = redis
         self._values = Values(redis, value_bytes)
         self._codec = codec
         self._keys = keys.BlockKeys(codec.fingerprint)
@@ -56,6 +56,7 @@ class BlockStore:
         self._ttl_ms = int(ttl * 1000)
         self._most_blocks = None if budget is None else budget // value_bytes
         self._local = LocalCache(local)
+        self._epoch: bytes | None = None  # in which the local cache was filled
         self._lock = threading.Lock()
         self._clock = (0, 0.0)  # Redis' milliseconds ahead of ours, and until when that is taken to hold
         self.counters: Counter[str] = Counter()
@@ -65,15 +66,15 @@ class BlockStore:
         return self._now_ms() + int(seconds * 1000)
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are known here or in the index. At most one round trip. Raises RedisError."""
-        near = next((i for i, h in enumerate(hashes) if h not in self._local), len(hashes))
-        if near == len(hashes):
-            return near
-        scores: Any = self._redis.zmscore(self._keys.index, hashes[near:])  # type: ignore[arg-type]
-        for i, (block_hash, score) in enumerate(zip(hashes[near:], scores, strict=True), near):
-            if score is None and block_hash not in self._local:
-                return i
-        return len(hashes)
+        """How many leading blocks are known here or in the index. One round trip. Raises RedisError."""
+        if not hashes:
+            return 0
+        epoch, scores = self._values.run(("GET", self._keys.epoch), ("ZMSCORE", self._keys.index, *hashes))
+        if epoch != self._epoch:  # somebody has cleared the blocks
+            self._epoch = epoch
+            self._local.clear()
+        known = (score is not None or h in self._local for h, score in zip(hashes, scores, strict=True))
+        return next((i for i, found in enumerate(known) if not found), len(hashes))
 
     def get(self, hashes: Sequence[bytes], *, indexed: bool = True) -> Iterator[memoryview]:
         """Checked payloads of the leading blocks as they come in, up to the first that is missing or wrong.
@@ -96,7 +97,8 @@ class BlockStore:
                     payload = self._open(value, block_hash, i)
                 except KVMiss:
                     if indexed:
-                        self._redis.zrem(self._keys.index, block_hash)
+                        far.close()
+                        self._values.run(("ZREM", self._keys.index, block_hash))
                     return
                 self.count(
                     hit_tokens_redis=self._block_size, bytes_in=len(payload),
@@ -154,8 +156,9 @@ class BlockStore:
         """By the clock of Redis, which is asked once a minute: workers of one pool need not agree on the time."""
         ahead, until = self._clock
         if time.monotonic() >= until:
-            seconds, microseconds = self._redis.time()
+            answer = self._values.eval("return redis.call('TIME')", 1, self._keys.index)
             local = time.monotonic()
+            seconds, microseconds = map(int, answer or (time.time(), 0))  # of a cluster that node may be away
             ahead = seconds * 1000 + microseconds // 1000 - int(local * 1000)
             self._clock = (ahead, local + CLOCK_SECONDS)
         return int(time.monotonic() * 1000) + ahead
@@ -163,27 +166,29 @@ class BlockStore:
     def _index(self, hashes: Sequence[bytes], first: int, pin: int) -> None:
         now = self._now_ms()
         score = max(pin, now)
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.zadd(self._keys.index, {h: score - i * STEP for i, h in enumerate(hashes, first)}, gt=True)
+        index = self._keys.index
         # A block unused for a TTL has expired: its line goes, so that the index cannot outgrow the blocks.
-        pipe.zremrangebyscore(self._keys.index, "-inf", now - self._ttl_ms - 1)
-        pipe.pexpire(self._keys.index, max(2 * self._ttl_ms, score - now + self._ttl_ms))
-        pipe.zcard(self._keys.index)
-        indexed = pipe.execute()[-1]
-        if self._most_blocks is not None and indexed > self._most_blocks:
+        *_, indexed = self._values.run(
+            self._scored(hashes, score, first),
+            ("ZREMRANGEBYSCORE", index, "-inf", now - self._ttl_ms - 1),
+            ("PEXPIRE", index, max(2 * self._ttl_ms, score - now + self._ttl_ms)),
+            ("ZCARD", index),
+        )
+        if self._most_blocks is not None and (indexed or 0) > self._most_blocks:
             self._evict(now, self._most_blocks)
 
+    def _scored(self, hashes: Sequence[bytes], score: int, first: int = 0) -> Command:
+        scores = (word for i, h in enumerate(hashes, first) for word in (score - i * STEP, h))
+        return ("ZADD", self._keys.index, "GT", *scores)
+
     def _evict(self, now: int, most: int) -> None:
-        victims: Any = scripts.evict([self._keys.index], now, most, MOST_EVICTED).run_sync(self._redis)
+        call = scripts.evict([self._keys.index], now, most, MOST_EVICTED)
+        victims: list[bytes] = call.run_sync(self._values) or []
         self.count(evicted_blocks=len(victims))
-        if victims:
-            self._unlink(victims)
+        self._unlink(victims)
 
     def _unlink(self, hashes: Sequence[bytes]) -> None:
-        pipe = self._redis.pipeline(transaction=False)
-        for block_hash in hashes:
-            pipe.unlink(self._keys.block(block_hash))
-        pipe.execute()
+        self._values.run(*(("UNLINK", self._keys.block(h)) for h in hashes))
 
     def touch(self, hashes: Sequence[bytes], pin: int = 0) -> None:
         """The leading blocks of a chain are in use: start their TTL anew, and pin them.
@@ -193,11 +198,9 @@ class BlockStore:
         if not hashes:
             return
         now, ttl = self._now_ms(), self._ttl(pin)
-        pipe = self._redis.pipeline(transaction=False)
-        for block_hash in hashes:
-            pipe.pexpire(self._keys.block(block_hash), ttl)
-        pipe.zadd(self._keys.index, {h: max(pin, now) - i * STEP for i, h in enumerate(hashes)}, gt=True)
-        there = pipe.execute(raise_on_error=False)  # a Redis that is full or read-only has still given the blocks
+        renewals = (("PEXPIRE", self._keys.block(h), ttl) for h in hashes)
+        # A Redis that is full or read-only has still given the blocks.
+        there = self._values.run(*renewals, self._scored(hashes, max(pin, now)), errors=True)
         for i, (block_hash, found) in enumerate(zip(hashes, there, strict=False)):
             value = self._local.get(block_hash)
             if found == 0 and value is not None:
@@ -208,7 +211,7 @@ class BlockStore:
         """The request that pinned these leading blocks of a chain until `pin` has ended. Raises RedisError."""
         if hashes:
             now = self._now_ms()
-            scripts.unpin([self._keys.index], pin + PIN_SLACK_MS, now, STEP, *hashes).run_sync(self._redis)
+            scripts.unpin([self._keys.index], pin + PIN_SLACK_MS, now, STEP, *hashes).run_sync(self._values)
 
     def put_tail(self, key: str, value: memoryview, ttl: float) -> bool:
         """Store the sealed partial block of a handoff for `ttl` seconds; was there room? Raises RedisError."""
@@ -228,7 +231,7 @@ class BlockStore:
         return payload
 
     def drop_tail(self, key: str) -> None:
-        self._redis.unlink(key)
+        self._values.run(("UNLINK", key))
 
     def count(self, **amounts: int) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 from redis.exceptions import TimeoutError as Unanswered
 
-from pdq import connection
+from pdq import connection, heartbeats
 from pdq.config import WorkerSettings
 from pdq.connection import RedisError
 from pdq.errors import LostLease, PdqError
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BEAT_SECONDS = 2.0
-BEAT_TTL_MS = 10_000
+JOIN_SECONDS = 0.2  # between two tries of the first heartbeat
 STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
@@ -108,6 +108,7 @@ class Worker:
         self._jobs: dict[asyncio.Task[None], Running] = {}
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
+        self._joined = False
         self._next_reclaim = self._next_sweep = 0.0
         self.counters: Counter[str] = Counter()
 
@@ -185,7 +186,7 @@ class Worker:
         delay = 0.1
         while not self._draining.is_set():
             free = stage.capacity - len(self._jobs)
-            if free <= 0 or self.leases.stalled:
+            if free <= 0 or self.leases.stalled or not self._joined:
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(READ_SECONDS):
@@ -265,8 +266,7 @@ class Worker:
             log.warning("%s: left to its lease, Redis refuses a command: %s", job.id, e)
 
     async def _beats(self, stage: Stage) -> None:
-        """Heartbeats. Raises ConfigError if the server may evict jobs."""
-        checked = False
+        """Heartbeats. Raises ConfigError if the server may evict jobs, or the pool has workers of other KV."""
         while True:
             counters = self.counters + stage.counters()
             info = WorkerInfo(
@@ -275,18 +275,20 @@ class Worker:
                 running=len(self._jobs), capacity=stage.capacity, counters=tuple(sorted(counters.items())),
             )  # fmt: skip
             try:
-                if not checked:
+                if not self._joined:
                     await connection.check_server(self._redis, "queue")
-                    checked = True
+                    await heartbeats.join(self._redis, self.keys, self._fingerprint)
+                    self._joined = True
+                    self._changed.set()
                 seconds, _ = await self._redis.time()
                 pipe = self._redis.pipeline(transaction=False)
-                pipe.set(self.keys.worker(self.name), encode(info), px=BEAT_TTL_MS)
+                pipe.set(self.keys.worker(self.name), encode(info), px=heartbeats.TTL_MS)
                 pipe.zadd(self.keys.workers, {self.name: seconds * 1000})
                 pipe.zremrangebyscore(self.keys.workers, "-inf", seconds * 1000 - STALE_MS)
                 await pipe.execute()
             except RedisError as e:
                 log.debug("%s: no heartbeat: %s", self.name, e)
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(BEAT_SECONDS if self._joined else JOIN_SECONDS)
 
     def _state(self) -> str:
         if self._draining.is_set():

@@ -62,6 +62,7 @@ RULES: dict[str, Callable[[redis.Redis, str], str]] = {
     "{pdq:P}:wake:<reader>": _has_ttl,
     "pdq:kv:<fp>:<hash>": _has_ttl,
     "pdq:kv:<fp>:index": _has_ttl,
+    "pdq:kv:<fp>:epoch": _has_ttl,
     "pdq:tail:<id>:<attempt>": _has_ttl,
 }
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from pdq import connection, keys
+from pdq import cache_admin, connection, keys
 from pdq.client import AsyncClient
 from pdq.config import RedisSettings
 from pdq.errors import DeadlineExceeded, RequestCancelled, RequestFailed
@@ -40,7 +40,7 @@ def test_every_row_of_the_table_has_a_rule_and_every_key_a_row() -> None:
     spelled = [
         *map(KEYS.prefill, LANES), KEYS.decode, KEYS.request("i:d"), KEYS.out("i:d"), KEYS.load, KEYS.dead,
         KEYS.cancels, KEYS.workers, KEYS.worker("n"), KEYS.wake("r"), keys.BlockKeys(bytes(32)).block(bytes(32)),
-        keys.BlockKeys(bytes(32)).index, keys.tail("i:d", 3),
+        keys.BlockKeys(bytes(32)).index, keys.BlockKeys(bytes(32)).epoch, keys.tail("i:d", 3),
     ]  # fmt: skip
     assert {row_of(k) for k in spelled} == set(RULES)
     assert [row_of(k) for k in ("{pdq:default}:new", "pdq:other", "{pdq:default}:prefill")] == [None] * 3
@@ -98,6 +98,7 @@ async def test_after_two_hundred_requests_every_key_is_bounded_and_owned(
         watcher = Watcher(server)
         watching = asyncio.create_task(watcher.run())
         await two_hundred_requests(pool)
+        await asyncio.to_thread(cache_admin.clear, RedisSettings(redis_url=server.url))
         await a_dead_letter(pool, monkeypatch)
         await watcher.look()
         watching.cancel()

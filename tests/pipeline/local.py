@@ -27,10 +27,11 @@ class LocalWorker:
 
     def __init__(self, stage: str, server: Server, **options: Any) -> None:
         kind = PrefillSettings if stage == "prefill" else DecodeSettings
-        self.settings = kind(redis_url=server.url, engine=options.pop("engine", "scripted"), **options)
-        engine = load_engine(self.settings, None)
-        assert isinstance(engine, ScriptedEngine)
-        self.engine = engine
+        wanted = options.pop("engine", "scripted")  # its name, or a function that makes one
+        named = wanted if isinstance(wanted, str) else "scripted"
+        self.settings = kind(redis_url=server.url, engine=named, **options)
+        engine = load_engine(self.settings, None) if isinstance(wanted, str) else wanted()
+        self.engine: Any = engine
         self.worker = Worker(
             self.settings,
             stage,
@@ -63,6 +64,11 @@ class LocalWorker:
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
+        await self.close()
+
+    async def close(self) -> None:
+        """After an end that was not orderly."""
+        await self.stage.close()
         for client in (self.worker._redis, self.worker._waiting, self.worker._hints):
             await client.aclose()
 

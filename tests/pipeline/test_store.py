@@ -86,7 +86,11 @@ def test_a_damaged_block_is_a_counted_miss(
     store.put([(HASHES[i], value(i)) for i in range(4)])
     good = bytes(value(2))
     bad = {"flip": good[:-1] + bytes([good[-1] ^ 4]), "truncate": good[:50], "other": bytes(value(1)), "text": b"hi"}
-    bad |= {"pickle": pickle.dumps(list(range(50))), "longer": good + bytes(1), "huge": bytes(64 << 20 if damage == "huge" else 0)}
+    bad |= {
+        "pickle": pickle.dumps(list(range(50))),
+        "longer": good + bytes(1),
+        "huge": bytes(64 << 20 if damage == "huge" else 0),
+    }
     redis.set(KEYS.block(HASHES[2]), bad[damage], keepttl=True)
     assert read(store, HASHES[:4]) == [payload(0), payload(1)]
     assert sum(n for name, n in store.counters.items() if name.startswith("miss_")) == 1

@@ -87,7 +87,7 @@ def test_every_option_reaches_the_settings(
     [
         (["gateway", "--port", "x"], "error: port: expected int, got 'x'"),
         (["serve", "--port", "70000"], "error: port: must be at most 65535, got 70000"),
-        (["worker", "decode", "--kv-miss", "x"], "error: kv_miss: one of requeue, fail is wanted, got 'x'"),
+        (["worker", "decode", "--kv-miss", "x"], "error: kv_miss: one of requeue, recompute, fail is wanted, got 'x'"),
         (["worker", "prefill", "--redis-url", "here"],
          "error: redis_url: expected a URL such as redis://127.0.0.1:6379/0, got 'here'"),
         (["serve", "a", "--model", "b"], "error: model: given twice, as an argument and with --model"),
