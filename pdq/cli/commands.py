@@ -17,8 +17,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from pdq.bench.settings import VARIABLES, BenchSettings
+from pdq.cli.cache import app as cache
 from pdq.cli.chat import DEFAULT_URL, Options
 from pdq.cli.chat import run as talk
+from pdq.cli.models import models
 from pdq.cli.options import command
 from pdq.config import DecodeSettings, GatewaySettings, ModelSettings, PrefillSettings, ServeSettings, Settings
 from pdq.errors import ConfigError
@@ -29,6 +31,8 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # typer na
 app = typer.Typer(name="pdq", add_completion=False, pretty_exceptions_enable=False)
 worker = typer.Typer()
 app.add_typer(worker, name="worker")
+app.add_typer(cache, name="cache")
+app.add_typer(models, name="models")
 
 
 def run(words: Sequence[str]) -> int:
