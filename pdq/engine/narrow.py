@@ -54,14 +54,17 @@ _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def narrowed(config: PreTrainedConfig) -> PreTrainedConfig:
     """See the module. `config` itself stays as it is."""
     narrow = deepcopy(config)
-    heads = getattr(config, "num_attention_heads", None)
+    per_layer: dict[str, dict[str, Any]] = config.to_dict().get("per_layer_config") or {}
+    if per_layer:
+        narrow.per_layer_config = None  # as long as it is there, nobody may read what differs
+    heads = getattr(narrow, "num_attention_heads", None)
     for name, width in _WIDTHS.items():
         _set(narrow, name, width)
     for name, most in _AT_MOST.items():
         if isinstance(getattr(narrow, name, None), int):
             _set(narrow, name, min(most, getattr(narrow, name)))
     for name in _KV_HEADS:
-        own = getattr(config, name, None)
+        own = getattr(narrow, name, None)
         if isinstance(own, int):
             _set(narrow, name, 1 if own == 1 else _HEADS if own == heads else _HEADS // 2)
     if isinstance(rotated := getattr(narrow, "qk_rope_head_dim", None), int):
@@ -71,7 +74,15 @@ def narrowed(config: PreTrainedConfig) -> PreTrainedConfig:
     parameters = getattr(narrow, "rope_parameters", None) or {}
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
         _shorten(rope, narrow)
+    if per_layer:
+        narrow.per_layer_config = {int(i): _overrides(own) for i, own in per_layer.items()}
     return narrow
+
+
+def _overrides(own: dict[str, Any]) -> dict[str, Any]:
+    """One layer's own widths: narrow, and still other than those of the model."""
+    small = {"head_dim": 2 * _HEAD_DIM} | dict.fromkeys(_KV_HEADS, 1)
+    return {name: small.get(name, _WIDTHS.get(name, value)) for name, value in own.items()}
 
 
 def _set(config: Any, name: str, value: int) -> None:

@@ -79,6 +79,13 @@ def test_shared_kv_is_counted_once(tmp_path: Path) -> None:
     assert report.token_bytes == 20 * 2 * (256 + 256) * 4
 
 
+def test_layers_with_widths_of_their_own_stay_different_in_the_narrow_copy(tmp_path: Path) -> None:
+    config = {"model_type": "gemma4_text", "num_hidden_layers": 6, "attention_k_eq_v": True}
+    report = checked(tmp_path, config | {"num_global_key_value_heads": 2})
+    assert (report.supported, report.compared) == (True, True)
+    assert report.layout == "5x4x256+256,1x2x512+512"
+
+
 def test_a_context_limit_counts(tmp_path: Path) -> None:
     assert checked(tmp_path, FALCON_7B, max_model_len=2048).context == 2048
     assert checked(tmp_path, PHI3_128K, max_model_len=1000).context == 1000
