@@ -64,6 +64,32 @@ async def test_a_token_id_out_of_the_vocabulary_is_a_400_from_the_worker(server,
         assert (found["type"], found["param"]) == ("invalid_request_error", "prompt")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"), [("logit_bias", {"257": 1}), ("stop_token_ids", [257]), ("allowed_token_ids", [9, 257])]
+)
+async def test_a_sampling_option_out_of_the_vocabulary_is_a_400_from_the_worker(server, name, value, stream):
+    async with LocalPool(server), gateway(server) as http:
+        await until_ready(http)
+        response = await http.post(CHAT, json=chat(stream=stream, **{name: value}))
+        assert response.status == 400
+        found = await error(response)
+        assert (found["type"], found["param"]) == ("invalid_request_error", name)
+        assert "below 257" in found["message"]
+
+
+async def test_stream_and_whole_answer_have_the_same_logprobs(server):
+    async with LocalPool(server), gateway(server) as http:
+        await until_ready(http)
+        wanted = chat(logprobs=True, top_logprobs=2, presence_penalty=1.0)
+        whole = (await (await http.post(CHAT, json=wanted)).json())["choices"][0]
+        *chunks, _ = frames(await (await http.post(CHAT, json=wanted | {"stream": True})).text())
+        told = [c["choices"][0]["logprobs"] for c in chunks]
+        assert [t for found in told if found for t in found["content"]] == whole["logprobs"]["content"]
+        assert "".join(t["token"] for t in whole["logprobs"]["content"]) == whole["message"]["content"]
+        assert [len(t["top_logprobs"]) for t in whole["logprobs"]["content"]] == [2] * 20
+
+
 async def test_a_prompt_that_leaves_room_for_one_token_gets_it(server):
     async with LocalPool(server, block_size=256), gateway(server) as http:
         await until_ready(http)

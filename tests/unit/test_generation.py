@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from pdq.engine.base import Scores
 from pdq.generation import Generation, Step, max_new_tokens
-from pdq.messages import SamplingParams
+from pdq.messages import SamplingParams, TokenLogprob, TopLogprob
 from pdq.text import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
@@ -81,6 +82,42 @@ def test_a_stop_string_of_several_bytes_a_character() -> None:
 
 def test_eos_ends_with_stop_and_releases_held_text() -> None:
     assert run(generation("abc"), [*b"xab", EOS]) == (["x", "", "", "ab"], "stop")
+
+
+def test_a_stop_token_ends_as_eos_does_and_is_no_text() -> None:
+    found = Generation(ByteTokenizer(), SamplingParams(stop=("abc",), stop_token_ids=(33,)), frozenset({EOS}), 100)
+    assert run(found, b"xab!") == (["x", "", "", "ab"], "stop")
+
+
+def test_ignoring_eos_does_not_ignore_stop_tokens() -> None:
+    params = SamplingParams(ignore_eos=True, stop_token_ids=(33, EOS))
+    for end in (33, EOS):
+        assert run(Generation(ByteTokenizer(), params, frozenset({EOS}), 100), [97, end]) == (["a", ""], "stop")
+
+
+@pytest.mark.parametrize(("least", "text"), [(0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab"), (9, "ababab")])
+def test_stop_strings_count_when_they_end_after_min_tokens(least: int, text: str) -> None:
+    found = Generation(ByteTokenizer(), SamplingParams(stop=("ab",), min_tokens=least), frozenset(), 6)
+    deltas, _ = run(found, b"ababab")
+    assert "".join(deltas) == text
+
+
+def test_a_stop_string_that_ended_before_min_tokens_is_not_found_later_in_held_text() -> None:
+    found = Generation(ByteTokenizer(), SamplingParams(stop=("bc", "abcd"), min_tokens=3), frozenset(), 10)
+    assert run(found, b"abcxbc") == (["", "", "", "abcx", "", ""], "stop")
+
+
+def test_stop_tokens_before_min_tokens_are_ordinary() -> None:
+    found = Generation(ByteTokenizer(), SamplingParams(stop_token_ids=(98,), min_tokens=2), frozenset({EOS}), 10)
+    assert run(found, [97, 98, 97, 98]) == (["a", "b", "a", ""], "stop")
+
+
+def test_log_probabilities_have_the_bytes_of_their_tokens() -> None:
+    scores = [Scores(104, -0.5, ((104, -0.5), (0xC3, -1.0))), Scores(EOS, -2.0, ())]
+    assert generation().logprobs(scores) == (
+        TokenLogprob(104, -0.5, b"h", (TopLogprob(104, -0.5, b"h"), TopLogprob(0xC3, -1.0, b"\xc3"))),
+        TokenLogprob(EOS, -2.0, b"<eos>"),
+    )
 
 
 def test_ignored_eos_is_no_text_and_no_end() -> None:

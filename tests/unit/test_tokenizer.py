@@ -137,6 +137,26 @@ def test_token_ids_the_tokenizer_does_not_know_are_no_text(tmp_path: Path) -> No
     assert load(tmp_path).decode([ord("a"), 50_000, ord("b")]) == "ab"
 
 
+def test_the_bytes_of_all_tokens_together_are_those_of_the_text(tmp_path: Path) -> None:
+    text = "ab é🙂 中\n\x00\ufffd<|im_end|>  x"
+    merges = (("Ã", "©"), ("a", "b"), ("ð", "Ł"))  # é, ab, and the first half of an emoji
+    for name, backend in (("plain", byte_level()), ("merged", byte_level(merges))):
+        tokenizer = load(tmp_path / name, tokenizer=backend)
+        ids = tokenizer.encode(text)
+        for _ in range(2):  # the second time they are remembered
+            assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+    assert tokenizer.token_bytes(ids[-1]) == b"x"
+    assert tokenizer.token_bytes(258) == b"<|im_end|>"
+    assert tokenizer.token_bytes(50_000) == b""
+
+
+def test_the_bytes_of_sentencepiece_tokens_keep_blanks_that_decoding_drops(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tokenizer=byte_fallback())
+    ids = tokenizer.encode("a b é🙂c")
+    assert [tokenizer.token_bytes(i) for i in ids[:3]] == [b"<s>", b" a", b" b"]
+    assert b"".join(tokenizer.token_bytes(i) for i in ids[1:]) == " a b é🙂c".encode()
+
+
 def test_truncation_and_padding_saved_in_the_file_are_off(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(4)
