@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -62,9 +63,9 @@ def _history(segment: Segment, params: SamplingParams) -> Sequence[int]:
 def _bias(out: Tensor, rows: Sequence[_Row]) -> None:
     if not rows:
         return
-    at = _places(out, [(r, [token for token, _ in r.params.logit_bias]) for r in rows])
-    added = [bias for r in rows for _, bias in r.params.logit_bias]
-    out.view(-1)[at] += torch.tensor(added, dtype=out.dtype, device=out.device)
+    pairs = [(r, *_columns(r.params.logit_bias)) for r in rows]
+    at = _places(out, [(r, ids) for r, ids, _ in pairs])
+    out.view(-1)[at] += torch.cat([added for *_, added in pairs]).to(out.device)
 
 
 def _repeat(out: Tensor, rows: Sequence[_Row]) -> None:
@@ -90,12 +91,10 @@ def _recur(out: Tensor, rows: Sequence[_Row]) -> None:
 
 
 def _restrict(out: Tensor, rows: Sequence[_Row]) -> None:
-    if not rows:
-        return
-    index = torch.tensor([r.number for r in rows], device=out.device)
-    barred = torch.full_like(out, -math.inf)
-    barred.view(-1)[_places(out, [(r, r.params.allowed_token_ids or ()) for r in rows])] = 0.0
-    out[index] += barred[index]  # a sum, not a fill: a row with NaN must stay one
+    for row in rows:  # one by one: a mask of all of them is memory that the allocator would have to ask for every time
+        barred = out.new_full(out.shape[1:], -math.inf)
+        barred[_tensor(row.params.allowed_token_ids or ()).to(out.device)] = 0.0
+        out[row.number] += barred  # a sum, not a fill: a row with NaN must stay one
 
 
 def _go_on(out: Tensor, rows: Sequence[_Row], eos_ids: Collection[int]) -> None:
@@ -105,7 +104,7 @@ def _go_on(out: Tensor, rows: Sequence[_Row], eos_ids: Collection[int]) -> None:
     out.view(-1)[_places(out, ends)] += -math.inf
 
 
-def _places(out: Tensor, tokens: Iterable[tuple[_Row, Sequence[int]]]) -> Tensor:
+def _places(out: Tensor, tokens: Iterable[tuple[_Row, Sequence[int] | Tensor]]) -> Tensor:
     """Where the tokens of the rows stand in the flat `out`."""
     vocab = out.shape[1]
     return torch.cat([_tensor(ids) + row.number * vocab for row, ids in tokens]).to(out.device)
@@ -119,7 +118,24 @@ def _per_row(out: Tensor, values: Iterable[tuple[_Row, float]]) -> Tensor:
     return torch.tensor(spread, dtype=out.dtype, device=out.device)
 
 
-def _tensor(ids: Sequence[int]) -> Tensor:
+def _tensor(ids: Sequence[int] | Tensor) -> Tensor:
+    if isinstance(ids, Tensor):
+        return ids
+    if isinstance(ids, tuple):
+        return _listed(ids)
     if isinstance(ids, array) and ids.typecode == "q" and len(ids):
         return torch.frombuffer(ids, dtype=torch.int64).clone()  # an array that is looked at cannot grow
     return torch.tensor(ids, dtype=torch.int64)
+
+
+# What a request lists stays the same in all its steps, and building a tensor of a thousand numbers takes a while.
+@lru_cache(maxsize=256)
+def _listed(ids: tuple[int, ...]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+@lru_cache(maxsize=256)
+def _columns(pairs: tuple[tuple[int, float], ...]) -> tuple[Tensor, Tensor]:
+    """Token ids and biases."""
+    ids, biases = zip(*pairs, strict=True)
+    return torch.tensor(ids, dtype=torch.int64), torch.tensor(biases, dtype=torch.float32)

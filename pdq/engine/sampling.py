@@ -51,6 +51,12 @@ def sample(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[i
     return [token if token >= 0 else None for token in torch.where(torch.isfinite(top), chosen, -1).tolist()]
 
 
+def rows_at_once(logits: Tensor) -> int:
+    """How many rows of `logits` are best worked on together, where each needs memory of a row's size."""
+    rows, vocab = logits.shape
+    return max(1, rows if logits.device.type != "cpu" else _CPU_GROUP // vocab)
+
+
 def _groups(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> Iterator[tuple[Tensor, Tensor, _Pick]]:
     """The rows to draw, in groups that share a way to pick: row numbers, limits `[n, 5]` and the way.
 
@@ -64,7 +70,7 @@ def _groups(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> Itera
             top_k = p.top_k if 0 < p.top_k < vocab else vocab
             limits = (max(p.temperature, _COLDEST), top_k, p.top_p, p.min_p, uniform(p.seed, position))
             (free if top_k == vocab and p.top_p >= 1 and p.min_p <= 0 else bound).append((i, limits))
-    size = len(rows) if logits.device.type != "cpu" else max(1, _CPU_GROUP // vocab)
+    size = rows_at_once(logits)
     for pick, group in ((_unfiltered, free), (_filtered, bound)):
         for at in range(0, len(group), size):
             index, limits = zip(*group[at : at + size], strict=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pdq.engine.base import LEAST_LOGPROB, Scores, Segment
-
-_ID_BITS = 0xFFFFFFFF
+from pdq.engine.sampling import rows_at_once
 
 
 def score(logits: Tensor, segments: Sequence[Segment], tokens: Sequence[int | None]) -> None:
@@ -28,29 +27,29 @@ def score(logits: Tensor, segments: Sequence[Segment], tokens: Sequence[int | No
     ]
     if not wanted:
         return
-    index = torch.tensor([i for i, *_ in wanted], device=logits.device)
-    chosen = torch.tensor([token for _, token, *_ in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits[index].float(), -1)
-    own = _finite(logprobs.gather(1, chosen[:, None]).squeeze(1))
-    tops = _top(logprobs, max(count for _, _, count, _ in wanted))
-    for (_, token, count, out), logprob, top in zip(wanted, own, tops, strict=True):
-        out.append(Scores(token, logprob, tuple(top[:count])))
+    size = rows_at_once(logits)
+    for at in range(0, len(wanted), size):
+        group = wanted[at : at + size]
+        index = torch.tensor([i for i, *_ in group], device=logits.device)
+        chosen = torch.tensor([token for _, token, *_ in group], device=logits.device)
+        logprobs = torch.log_softmax(logits[index].float(), -1)
+        own = logprobs.gather(1, chosen[:, None]).squeeze(1).clamp(min=LEAST_LOGPROB).tolist()
+        tops = _top(logprobs, max(count for _, _, count, _ in group))
+        for (_, token, count, out), logprob, top in zip(group, own, tops, strict=True):
+            out.append(Scores(token, logprob, tuple(top[:count])))
 
 
 def _top(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """The `count` most likely tokens of each row. Costs nothing for 0."""
     if not count:
         return [[]] * len(logprobs)
-    # One integer a token that orders by probability, then by id: the bits of a float that is not negative order like
-    # the float, and minus a log probability is one.
-    bits = logprobs.abs().view(torch.int32).long()
-    keys = (bits << 32) | torch.arange(logprobs.shape[1], device=logprobs.device)
-    least = keys.topk(min(count, logprobs.shape[1]), largest=False, sorted=True).values
-    ids = least & _ID_BITS
-    values = logprobs.gather(1, ids).clamp(min=LEAST_LOGPROB)
-    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
-
-
-def _finite(logprobs: Tensor) -> list[float]:
-    values: list[float] = logprobs.clamp(min=LEAST_LOGPROB).tolist()
-    return values
+    # `topk` alone takes any of equally likely tokens; it says reliably only how likely the last one is.
+    least = logprobs.topk(min(count, logprobs.shape[1])).values[:, -1:]
+    row, ids = (logprobs >= least).nonzero(as_tuple=True)
+    values, ids = logprobs[row, ids].clamp(min=LEAST_LOGPROB).cpu(), ids.cpu()
+    sizes = row.bincount(minlength=len(logprobs)).tolist()
+    found = []
+    for v, i in zip(torch.split(values, sizes), torch.split(ids, sizes), strict=True):
+        order = v.argsort(descending=True, stable=True)[:count]  # the ids come in order, so equal ones stay so
+        found.append(list(zip(i[order].tolist(), v[order].tolist(), strict=True)))
+    return found

@@ -54,8 +54,9 @@ class CompletionLogprobs:
 def _top(token: TokenLogprob) -> dict[str, float]:
     """The most likely tokens and the chosen one. Of several that are spelled alike the most likely is told."""
     found: dict[str, float] = {}
-    for other in (*token.top, token):
+    for other in token.top:
         found.setdefault(_spelled(other.raw), other.logprob)
+    found.setdefault(_spelled(token.raw), token.logprob)
     return found
 
 
