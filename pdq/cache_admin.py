@@ -20,7 +20,7 @@ from pdq import connection, heartbeats
 from pdq.config import RedisSettings
 from pdq.connection import RedisError, SyncRedis
 from pdq.errors import ConfigError, Unavailable
-from pdq.keys import BlockKeys, Keys, kv_pattern, tail_pattern
+from pdq.keys import BlockKeys, Keys, kv_pattern, model_of, tail_pattern
 
 _BATCH = 500
 _SECONDS = 3.0
@@ -70,8 +70,7 @@ def stats(settings: RedisSettings) -> CacheStats:
         blocks: Counter[str] = Counter()
         sample: dict[str, bytes] = {}
         for key in redis.scan_iter(kv_pattern("*"), count=_BATCH):
-            model = _model_of(key)
-            if model and _is_block(key):
+            if model := model_of(key):
                 blocks[model] += 1
                 sample.setdefault(model, key)
         now = _now_ms(redis)
@@ -93,7 +92,7 @@ def clear(settings: RedisSettings, model: str | None = None, *, pinned: bool = F
     if model is not None and not re.fullmatch(r"[0-9a-f]{16}", model):
         raise ConfigError(f"model: 16 hex digits as shown by 'pdq cache stats' are wanted, got {model!r}")
     with _open(settings) as redis, _named("kv_url"):
-        found = {_model_of(k) for k in redis.scan_iter(kv_pattern(model or "*"), count=_BATCH)} - {None}
+        found = {model_of(k) for k in redis.scan_iter(kv_pattern(model or "*"), count=_BATCH)}
         return sum(_clear(redis, name, pinned) for name in found if name)
 
 
@@ -107,7 +106,7 @@ def _clear(redis: SyncRedis, model: str, pinned: bool) -> int:
         alive: Any = redis.zrangebyscore(names.index, f"({_now_ms(redis)}", "+inf")
         kept = set(alive)
     kept_keys = {names.block(h).encode() for h in kept}
-    victims = (k for k in redis.scan_iter(kv_pattern(model), count=_BATCH) if k not in kept_keys and _is_block(k))
+    victims = (k for k in redis.scan_iter(kv_pattern(model), count=_BATCH) if k not in kept_keys and model_of(k))
     deleted = 0
     for batch in _batches(victims):
         pipe = redis.pipeline(transaction=False)
@@ -167,15 +166,6 @@ class _named:  # noqa: N801  reads as the statement it is
 def _now_ms(redis: SyncRedis) -> float:
     seconds, micros = redis.time()
     return float(seconds * 1000 + micros / 1000)
-
-
-def _model_of(key: bytes) -> str | None:
-    found = re.match(rb"pdq:kv:([0-9a-f]{16}):", key)
-    return found[1].decode() if found else None
-
-
-def _is_block(key: bytes) -> bool:
-    return re.fullmatch(rb"[0-9a-f]{64}", key.rpartition(b":")[2]) is not None
 
 
 def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -21,6 +21,7 @@ cluster spreads them. While a request lives none of its control keys has a TTL, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 GROUP = "pdq"
@@ -100,6 +101,12 @@ class BlockKeys:
 def kv_pattern(model: str) -> str:
     """For SCAN: the KV keys of a fingerprint's first 16 hex digits, "*" for all."""
     return f"pdq:kv:{model}:*"
+
+
+def model_of(key: bytes) -> str | None:
+    """The first 16 hex digits of the fingerprint to which a KV block belongs; None for any other key."""
+    found = re.fullmatch(rb"pdq:kv:([0-9a-f]{16}):[0-9a-f]{64}", key)
+    return found[1].decode() if found else None
 
 
 def tail_pattern() -> str:

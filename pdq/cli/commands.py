@@ -24,7 +24,7 @@ from pdq.cli.models import models
 from pdq.cli.options import command
 from pdq.config import DecodeSettings, GatewaySettings, ModelSettings, PrefillSettings, ServeSettings, Settings
 from pdq.errors import ConfigError
-from pdq.serve.machine import openmp
+from pdq.serve.machine import compute_variables
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # typer names only this subclass of it
 
@@ -86,13 +86,13 @@ def _gateway(settings: GatewaySettings) -> int:
 def _prefill(settings: PrefillSettings) -> int:
     """Run one prefill worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.prefill", settings, openmp(settings.threads))
+    _become("pdq.workers.prefill", settings, compute_variables(settings.threads))
 
 
 def _decode(settings: DecodeSettings) -> int:
     """Run one decode worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.decode", settings, openmp(settings.threads))
+    _become("pdq.workers.decode", settings, compute_variables(settings.threads))
 
 
 def _bench(settings: BenchSettings) -> int:

@@ -180,7 +180,7 @@ class Step:
         bias: Tensor | None,
     ) -> Tensor:
         start, n = self._chunks[i]
-        if scores.plain and self._choice.chunk(n):
+        if scores.plain and self._choice.chunk(n, start + n):
             return products.chunk(
                 query,
                 key,

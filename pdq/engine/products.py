@@ -23,7 +23,8 @@ from torch.nn import functional
 PADDING = 64
 _SCORE_BYTES = 8 << 20  # of one block of rows: fits in the cache of a CPU, and bounds memory for long contexts
 _ROW_STEP = 64
-_FEWEST_ROWS = 64
+_FEWEST_ROWS = 8
+_FEWEST_SCORES = 4096  # of a head: with fewer, the more exact kernel costs nothing worth saving
 _FEWEST_KEYS = 96 * 1024  # numbers in K: with fewer, the fixed costs of three operations outweigh the gain
 
 
@@ -34,8 +35,8 @@ class Choice:
     chunks: bool = False
     singles: bool = False
 
-    def chunk(self, tokens: int) -> bool:
-        return self.chunks and tokens >= _FEWEST_ROWS
+    def chunk(self, tokens: int, visible: int) -> bool:
+        return self.chunks and tokens >= _FEWEST_ROWS and tokens * visible >= _FEWEST_SCORES
 
     def single(self, kv_heads: int, visible: int, dim: int) -> bool:
         return self.singles and kv_heads * visible * dim >= _FEWEST_KEYS

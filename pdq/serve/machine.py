@@ -41,15 +41,22 @@ def divide(total: int, workers: int) -> list[int]:
     return [max(1, share + (i < rest)) for i in range(workers)]
 
 
-def openmp(threads: int | None) -> dict[str, str]:
-    """Variables for a program that computes with torch: idle threads sleep instead of spinning for others' cores.
+def compute_variables(threads: int | None) -> dict[str, str]:
+    """Variables for a program that computes with torch and moves KV; what is set in the environment already stays.
 
-    Two processes with 2 threads each on 2 cores took 590-960 ms for what takes 10 ms this way, and a process alone
-    gains nothing by spinning. What is set in the environment already stays, except the number of threads.
+    Idle OpenMP threads sleep instead of spinning for others' cores: two processes with 2 threads each on 2 cores took
+    590-960 ms for what takes 10 ms this way, and a process alone gains nothing by spinning. glibc keeps freed memory
+    of some MB instead of giving it back to the kernel, which would have to zero it page by page at the next use: blocks
+    come in three times as fast.
     """
-    found = {
-        name: os.environ.get(name, value) for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("KMP_BLOCKTIME", "0"))
+    defaults = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+        "MALLOC_TOP_PAD_": str(16 << 20),
     }
+    found = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return found

@@ -228,7 +228,7 @@ def worker_threads(settings: ServeSettings, cores: int) -> list[int]:
 def _worker(settings: WorkerSettings, stage: str, number: int, threads: int) -> Program:
     name = f"{stage}-{number}"
     own = replace(settings, threads=threads, name=settings.name and f"{settings.name}-{name}")
-    env = own.environ_of_child() | machine.openmp(threads) | {"PYTHONUNBUFFERED": "1"}
+    env = own.environ_of_child() | machine.compute_variables(threads) | {"PYTHONUNBUFFERED": "1"}
     return Program(name=name, argv=(sys.executable, "-m", f"pdq.workers.{stage}"), env=env)
 
 

@@ -29,7 +29,8 @@ needs_packing = pytest.mark.skipif(not can_pack(), reason="this CPU or torch bui
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TorchEngine]:
     """Engines that use products everywhere, in blocks of 2 rows, padded to 4 tokens, over memory full of NaN."""
     monkeypatch.setattr(products, "trial", lambda dtype: products.Choice(chunks=True, singles=True))
-    for name, value in {"_FEWEST_ROWS": 2, "_FEWEST_KEYS": 0, "_ROW_STEP": 2, "_SCORE_BYTES": 1, "PADDING": 4}.items():
+    smallest = {"_FEWEST_ROWS": 2, "_FEWEST_SCORES": 0, "_FEWEST_KEYS": 0}
+    for name, value in (smallest | {"_ROW_STEP": 2, "_SCORE_BYTES": 1, "PADDING": 4}).items():
         monkeypatch.setattr(products, name, value)
     fresh = TorchEngine.open
 

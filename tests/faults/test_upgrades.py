@@ -241,7 +241,7 @@ async def test_newer_workers_are_not_counted_by_an_older_client(owners: Owners, 
 
 
 async def test_newer_kv_is_a_miss_for_prefill(server: Server) -> None:
-    async with LocalPool(server) as pool:
+    async with LocalPool(server, local_cache_bytes="0") as pool:
         prompt = "0123456789abc"
         first = await ask(pool, prompt)
         with server.client() as client:

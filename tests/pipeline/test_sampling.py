@@ -13,6 +13,7 @@ from pdq.client import Handle
 from pdq.engine.base import Segment
 from pdq.errors import InvalidRequest
 from pdq.messages import Event, Request, SamplingParams, TokenLogprob
+from pdq.validate import make_sampling
 from tests.pipeline.local import LocalPool
 from tests.servers import Server
 
@@ -88,6 +89,26 @@ async def test_penalties_and_logprobs_survive_the_death_of_a_decode_worker(serve
         assert [len(told(e)) for e in undisturbed] == [60, 60, 0, 0]
         assert [len(p.top) for p in told(undisturbed[0])] == [3] * 60
         assert {t for e in undisturbed[0] for t in e.token_ids} <= set(range(32, 127))
+
+
+def in_one_process(options: dict[str, Any], count: int) -> list[int]:
+    """The tokens of a request by an engine alone, its history kept by hand."""
+    engine, params = tiny_torch(), make_sampling({k: v for k, v in options.items() if k != "prompt"})
+    slot, prompt = engine.open(128), list(options["prompt"].encode())
+    tokens: list[int] = []
+    feed = prompt
+    while len(tokens) < count:
+        tokens += engine.forward([Segment(slot, feed, params, len(tokens), [*prompt, *tokens])])
+        feed = tokens[-1:]
+    return tokens
+
+
+async def test_the_tokens_are_those_of_one_process(server: Server) -> None:
+    async with LocalPool(server, engine=tiny_torch) as pool:
+        for options in REQUESTS[:3]:
+            result = await (await pool.client.submit(max_tokens=40, **options)).result(20)
+            assert list(result.token_ids) == in_one_process(options, 40)[: len(result.token_ids)]
+            assert len(result.token_ids) > 10
 
 
 async def test_a_penalty_changes_what_comes(server: Server) -> None:

@@ -146,11 +146,11 @@ def test_no_more_values_are_under_way_than_the_window_holds(
     owed: list[int] = []
     receive = bulk._Line.receive
     monkeypatch.setattr(bulk._Line, "receive", lambda line: owed.append(line.owed) or receive(line))
-    store = BlockStore(redis, CODEC, block_size=SIZE, ttl=60)
-    store.put([(HASHES[i], value(i)) for i in range(9)])
-    assert read(store, HASHES) == [payload(i) for i in range(9)]
+    values, names = bulk.Values(redis, VALUE), [KEYS.block(h) for h in HASHES]
+    assert values.put([(names[i], value(i)) for i in range(9)], 60_000) == 9
+    assert list(values.get(names)) == [*(value(i) for i in range(9)), None]
     assert max(owed) == 3
-    assert len(owed) == 9 + 10  # and one for the block that is missing
+    assert len(owed) == 9 + 10
 
 
 def test_any_mix_of_put_delete_damage_and_read_never_gives_wrong_bytes(
