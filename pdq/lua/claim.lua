@@ -38,6 +38,7 @@ elseif tonumber(f[6]) >= tonumber(ARGV[7]) then
   dead_letter(KEYS[4], ARGV[10], ARGV[5], ARGV[6], f[6], 'worker died or lost its lease')
 end
 if event then
+  redis.call('HSET', KEYS[1], 'owner', '') -- whoever still works on it has lost it
   leave(KEYS[3], ARGV[2], ARGV[3])
   finish(KEYS[1], KEYS[2], KEYS[5], event, why, ARGV[9])
   return {why}

@@ -1,9 +1,9 @@
 -- KEYS req, out, stream, dead, load
 -- ARGV attempt, owner, group, entry, id, stage, max_tries, delay_ms, lease_ms, event, why, ttl, dead_letters
 even_at_maxmemory(KEYS[1])
-local f = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'reason', 'tries')
+local f = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'reason', 'tries', 'owner')
 if f[1] == ARGV[1] and f[2] == 'queued' then return 'retry' end -- the reply to the first call was lost
-if f[1] == ARGV[1] and f[3] == 'dead' then return 'dead' end
+if f[1] == ARGV[1] and f[3] == 'dead' and f[5] == ARGV[2] then return 'dead' end
 if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
 local tries = tonumber(f[4])
 if tries < tonumber(ARGV[7]) then

@@ -133,7 +133,7 @@ async def test_a_cancel_that_gets_lost_does_not_keep_a_worker_from_ending(
     monkeypatch.setattr("pdq.tasks.CANCEL_SECONDS", 0.05)
     async with LocalPool(server, decode=0) as pool:
         worker = pool.workers["prefill"][0]
-        monkeypatch.setattr(worker.worker, "_beats", deaf)
+        monkeypatch.setattr(worker.worker, "_cancels", deaf)
         with server.client() as client:
             await until(lambda: client.exists(pool.client.keys.prefill("normal")) == 1)
         await asyncio.wait_for(worker.stop(), 20)

@@ -247,6 +247,18 @@ async def test_a_job_whose_workers_always_die_is_a_dead_letter_after_three_claim
     assert await pool.depth(pool.queue("prefill", "p4")) == (0, 0)
 
 
+async def test_the_last_owner_of_a_dead_letter_is_told_that_it_lost_the_job(pool: Pool) -> None:
+    """The takeover that found no attempt left has ended the request without raising the attempt."""
+    handle = await pool.client.submit(prompt="poison")
+    prefill = pool.queue("prefill", "p0")
+    job = await pool.take(prefill)
+    await pool.redis.hset(pool.keys.request(handle.id), "tries", 3)
+    assert await pool.take_over(pool.queue("prefill", "p1")) is None
+    assert (await handle.status()).reason == "dead"
+    with pytest.raises(LostLease):
+        await prefill.fail(job, "boom")
+
+
 async def test_a_failed_attempt_is_tried_again_after_its_delay_and_dead_lettered_in_the_end(pool: Pool) -> None:
     prefill = pool.queue("prefill", "p1")
     handle = await pool.client.submit(prompt="hi")
