@@ -208,6 +208,14 @@ def test_impossible_tokens_have_a_finite_score() -> None:
     assert wanted.scores == [Scores(4, 0.0, ((4, 0.0), (0, LEAST_LOGPROB), (1, LEAST_LOGPROB)))]
 
 
+def test_of_many_equal_tokens_the_lowest_ids_are_told() -> None:
+    row = torch.zeros(1, 5000)
+    row[0, [4000, 30]] = 1.0
+    wanted = segment(SamplingParams(temperature=0.0, logprobs=20))
+    choose(row, [wanted], EOS)
+    assert [t for t, _ in (wanted.scores or ())[0].top] == [30, 4000, *range(18)]
+
+
 def test_more_scores_than_tokens_are_all_tokens() -> None:
     wanted = segment(SamplingParams(temperature=0.0, logprobs=20))
     choose(logits(1, 10), [wanted], EOS)

@@ -219,7 +219,8 @@ async def test_a_least_length_over_the_context_is_named(http, fake):
 HARMLESS = {
     "user": "u", "store": True, "metadata": {"a": "b\0"}, "safety_identifier": "s", "verbosity": "low",
     "prompt_cache_key": "k", "service_tier": "auto", "parallel_tool_calls": True, "request_id": "a", "foo": {"bar": 1},
-    "n": 1, "tools": None, "tool_choice": "auto", "logprobs": False, "top_logprobs": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "n": 1, "tools": None, "tool_choice": "auto", "logprobs": False,
+    "top_logprobs": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0.0,
     "logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": "low",
 }  # fmt: skip
 
