@@ -78,11 +78,13 @@ class SamplingParams:
         """Does the choice depend on the tokens before?"""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
-    def edits_logits(self) -> bool:
-        """Are the logits changed before the filters see them?"""
+    def edits_logits(self, position: int) -> bool:
+        """Are the logits for the token at `position` changed before the filters see them?"""
         return (
-            self.counts_tokens or self.min_tokens > 0 or self.allowed_token_ids is not None or len(self.logit_bias) > 0
+            self.counts_tokens
+            or position < self.min_tokens
+            or self.allowed_token_ids is not None
+            or len(self.logit_bias) > 0
         )
 
 

@@ -39,7 +39,7 @@ def edited(logits: Tensor, segments: Sequence[Segment], eos_ids: Collection[int]
     rows = [
         _Row(i, s.sample, s.position, _history(s, s.sample))
         for i, s in enumerate(segments)
-        if s.sample is not None and s.sample.edits_logits
+        if s.sample is not None and s.sample.edits_logits(s.position)
     ]
     if not rows:
         return logits

@@ -46,6 +46,8 @@ def _bias_object(value: Any) -> Any:
         return None
     if not isinstance(value, dict):
         raise PydanticCustomError("bias_type", "must be an object that maps token ids to numbers")
+    if len(value) > MAX_LISTED:  # before millions are looked at one by one
+        raise PydanticCustomError("bias_size", "must have at most {most} items", {"most": MAX_LISTED})
     for key in value:
         if not _TOKEN_KEY.fullmatch(key) or int(key) > MAX_INT32:
             shown = key if len(key) <= 50 else key[:50] + "…"
@@ -59,9 +61,7 @@ def _no_false(value: Any) -> Any:
 
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Biases = Annotated[
-    Annotated[dict[str, Bias], Field(max_length=MAX_LISTED, fail_fast=True)] | None, BeforeValidator(_bias_object)
-]
+Biases = Annotated[dict[str, Bias] | None, BeforeValidator(_bias_object)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED, fail_fast=True)]

@@ -123,7 +123,7 @@ def test_a_row_gives_the_same_token_and_scores_alone_in_a_batch_and_in_any_order
 
 def test_logits_of_plain_requests_are_not_even_copied() -> None:
     batch = logits(3, WORDS).bfloat16()
-    wanted = [segment(SamplingParams(stop_token_ids=(5,), logprobs=3), 4, [1, 2]) for _ in range(3)]
+    wanted = [segment(SamplingParams(stop_token_ids=(5,), logprobs=3, min_tokens=4), 4, [1, 2]) for _ in range(3)]
     assert edited(batch, wanted, EOS) is batch
 
 
