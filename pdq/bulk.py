@@ -4,15 +4,17 @@ redis-py keeps doing what it does well: addresses, TLS, authentication, pools, r
 that copy: the packer (values go to the socket from where they lie) and the parser (a large value is read from the
 socket into memory of its own, once). That is about three times as fast as its pipelines and MGET.
 
-Values in Redis are not trusted: of one that is larger than the reader expects only the start is kept. Used by `store`
-in worker threads; knows nothing of blocks.
+Values in Redis are not trusted: of one that is larger than the reader expects only the start is kept. On a cluster each
+command goes to the node of its key; what that node cannot answer is a missing value, not an error. Used by `store` in
+worker threads; knows nothing of blocks.
 """
 
 from __future__ import annotations
 
 import select
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from redis._parsers import BaseParser
@@ -21,19 +23,26 @@ from redis.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pdq import connection
+from pdq.cluster import REDIRECTIONS, Nodes
 from pdq.connection import SyncRedis
 
+T = TypeVar("T")
 Value: TypeAlias = bytes | memoryview
+Command: TypeAlias = tuple[Any, ...]  # a verb, the key, whatever follows; of a script as EVALSHA wants it
 WINDOW_BYTES = 8 << 20  # of values asked for or sent and not yet answered, per call
 KEPT_BYTES = 128  # of a value that is too large
 _SEPARATE = 16 << 10  # bytes from which on a value is neither joined nor buffered
 _BROKEN = (RedisConnectionError, RedisTimeoutError)
+_SCRIPTS = ("EVALSHA", "EVAL")
 _CLOSED = "Connection closed by server."
 
 
-def connect(url: str, connections: int, largest: int) -> SyncRedis:
-    """A client for `Values`, and for any other command. largest: bytes of the largest value that is wanted whole."""
-    return connection.bulk(url, connections, parser_class=parser(largest), command_packer=Packer())
+def connect(url: str, connections: int, largest: int) -> SyncRedis | Nodes:
+    """What `Values` needs. connections: to each node. largest: bytes of the largest value that is wanted whole."""
+    transport: dict[str, Any] = {"parser_class": parser(largest), "command_packer": Packer()}
+    if connection.is_cluster(url):
+        return connection.nodes(url, connections, **transport)
+    return connection.bulk(url, connections, **transport)
 
 
 class Packer:
@@ -167,9 +176,9 @@ class Parser(BaseParser):
 
 
 class Values:
-    """Streams of values over one client of `connect`. usual: bytes of most values."""
+    """Streams of large values, and short commands. redis: from `connect`. usual: bytes of most values."""
 
-    def __init__(self, redis: SyncRedis, usual: int) -> None:
+    def __init__(self, redis: SyncRedis | Nodes, usual: int) -> None:
         self._redis = redis
         self._ahead = max(WINDOW_BYTES // usual, 1)
 
@@ -178,7 +187,7 @@ class Values:
         done, again = 0, True
         while done < len(names):
             try:
-                for value in self._stream(names[done:]):
+                for value in self._stream(names[done:], last=not again):
                     done += 1
                     yield value
             except _BROKEN:
@@ -186,9 +195,9 @@ class Values:
                     raise
                 again = False
 
-    def _stream(self, names: Sequence[str]) -> Generator[Value | None, None, None]:
+    def _stream(self, names: Sequence[str], *, last: bool) -> Generator[Value | None, None, None]:
         asked = 0
-        with _Line(self._redis) as line:
+        with self._open(last=last) as line:
             for i in range(len(names)):
                 while asked < min(i + self._ahead, len(names)):
                     line.send("GET", names[asked])
@@ -196,22 +205,63 @@ class Values:
                 yield line.receive()
 
     def put(self, items: Sequence[tuple[str, Value]], ttl_ms: int) -> int:
-        """Set values; how many of the leading ones are there. Fewer than all: memory is full. Raises RedisError."""
-        try:
-            return self._put(items, ttl_ms)
-        except _BROKEN:
-            return self._put(items, ttl_ms)
+        """Set values; how many of the leading ones are there.
 
-    def _put(self, items: Sequence[tuple[str, Value]], ttl_ms: int) -> int:
+        Fewer than all: memory is full, or a node of the cluster is gone. Raises RedisError.
+        """
+        return self._twice(lambda last: self._put(items, ttl_ms, last=last))
+
+    def _put(self, items: Sequence[tuple[str, Value]], ttl_ms: int, *, last: bool) -> int:
         taken: list[bool] = []
-        with _Line(self._redis) as line:
+        with self._open(last=last) as line:
             for name, value in items:
                 line.send("SET", name, value, "PX", ttl_ms)
                 if line.owed >= self._ahead:
-                    taken.append(line.taken())
+                    taken.append(_taken(line))
             while line.owed:
-                taken.append(line.taken())
+                taken.append(_taken(line))
         return [*taken, False].index(False)
+
+    def run(self, *commands: Command, errors: bool = False) -> list[Any]:
+        """Short idempotent commands in one round trip; their answers as they are in RESP2.
+
+        On a cluster None where the key's node does not answer. errors: give those of Redis among the answers instead
+        of raising the first. Raises RedisError.
+        """
+        answers = self._twice(lambda last: self._run(commands, last=last))
+        if not errors and (error := next((a for a in answers if isinstance(a, Exception)), None)):
+            raise error
+        return answers
+
+    def _run(self, commands: Sequence[Command], *, last: bool) -> list[Any]:
+        answers: list[Any] = []
+        with self._open(last=last) as line:
+            for command in commands:
+                line.send(*command)
+            for _ in commands:
+                try:
+                    answers.append(line.receive())
+                except ResponseError as e:
+                    answers.append(e)
+        return answers
+
+    def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any:
+        """For `scripts`."""
+        return self.run(("EVALSHA", sha, numkeys, *keys_and_args))[0]
+
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any:
+        """For `scripts`."""
+        return self.run(("EVAL", script, numkeys, *keys_and_args))[0]
+
+    def _twice(self, attempt: Callable[[bool], T]) -> T:
+        """attempt: told whether it is the last."""
+        try:
+            return attempt(False)
+        except _BROKEN:
+            return attempt(True)
+
+    def _open(self, *, last: bool) -> _Line | _Lines:
+        return _Lines(self._redis, last) if isinstance(self._redis, Nodes) else _Line(self._redis)
 
 
 class _Line:
@@ -220,6 +270,8 @@ class _Line:
     def __init__(self, redis: SyncRedis) -> None:
         self._pool: Any = redis.connection_pool
         self._connection: Any = self._pool.get_connection()
+        self._held: list[Value] = []  # to be sent
+        self._held_bytes = 0
         self.owed = 0
 
     def __enter__(self) -> Self:
@@ -230,23 +282,92 @@ class _Line:
             self._connection.disconnect()
         self._pool.release(self._connection)
 
-    def send(self, *command: Value | str | int) -> None:
+    def send(self, *command: Any) -> None:
         self.owed += 1
-        self._connection.send_packed_command(self._connection.pack_command(*command))
+        for piece in self._connection.pack_command(*command):
+            self._held.append(piece)
+            self._held_bytes += len(piece)
+        if self._held_bytes >= _SEPARATE:
+            self.flush()
 
-    def receive(self) -> Value | None:
+    def flush(self) -> None:
+        """Small commands go out together, at the latest when an answer is waited for."""
+        if self._held:
+            small = self._held_bytes < 2 * _SEPARATE
+            pieces, self._held, self._held_bytes = self._held, [], 0
+            self._connection.send_packed_command([b"".join(pieces)] if small else pieces)
+
+    def receive(self) -> Any:
+        self.flush()
         try:
-            answer: Value | None = self._connection.read_response()
+            answer = self._connection.read_response()
         except ResponseError:
             self.owed -= 1
             raise
         self.owed -= 1
         return answer
 
-    def taken(self) -> bool:
-        """Did Redis take the value whose turn it is? False: its memory is full."""
+
+class _Lines:
+    """A `_Line` to each node of a cluster that is needed, as one: the answers come in the order of the commands.
+
+    None is the answer where the key has moved (it is lost, or not taken), and, in the last of two tries, where its node
+    is away.
+    """
+
+    def __init__(self, nodes: Nodes, last: bool) -> None:
+        self._nodes = nodes
+        self._last = last
+        self._lines: dict[SyncRedis, _Line | None] = {}  # None: broken
+        self._turns: deque[SyncRedis | None] = deque()  # who owes the next answers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._lines:
+            self._drop(node)
+
+    @property
+    def owed(self) -> int:
+        return len(self._turns)
+
+    def send(self, *command: Any) -> None:
+        node = self._nodes.of(command[3] if command[0] in _SCRIPTS else command[1])
+        self._turns.append(node)
+        self._with(node, lambda line: line.send(*command))
+
+    def receive(self) -> Any:
+        for node in self._lines:
+            self._with(node, _Line.flush)
+        return self._with(self._turns.popleft(), _Line.receive)
+
+    def _with(self, node: SyncRedis | None, work: Callable[[_Line], T]) -> T | None:
+        if node is None:
+            return None
         try:
-            self.receive()
-        except OutOfMemoryError:
-            return False
-        return True
+            if node not in self._lines:
+                self._lines[node] = _Line(node)
+            line = self._lines[node]
+            return None if line is None else work(line)
+        except REDIRECTIONS as e:
+            self._nodes.redirected(e)
+        except _BROKEN:
+            if not self._last:
+                raise
+            self._drop(node)
+            self._nodes.lost(node)
+        return None
+
+    def _drop(self, node: SyncRedis) -> None:
+        if line := self._lines.get(node):
+            line.__exit__()
+        self._lines[node] = None
+
+
+def _taken(line: _Line | _Lines) -> bool:
+    """Did Redis take the value whose turn it is? False: its memory is full."""
+    try:
+        return line.receive() is not None
+    except OutOfMemoryError:
+        return False

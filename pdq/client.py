@@ -16,10 +16,13 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
 
+from redis.exceptions import MovedError
+
 from pdq import connection, heartbeats, scripts
 from pdq.config import RedisSettings
 from pdq.connection import RedisError
 from pdq.errors import (
+    ConfigError,
     DeadlineExceeded,
     IdConflict,
     InvalidRequest,
@@ -185,8 +188,8 @@ class AsyncClient:
         self.keys = Keys(self.settings.pool)
         self.max_queued = max_queued or 0
         self.max_queued_tokens = max_queued_tokens or 0
-        self._redis = connection.command(self.settings.redis_url)
-        self._waiting = connection.blocking(self.settings.redis_url)
+        self._redis = connection.command(self.settings.redis_url, home=self.keys.home)
+        self._waiting = connection.blocking(self.settings.redis_url, self.keys.home)
         self.hub = ReplyHub(self._redis, self._waiting, self.keys)
 
     async def __aenter__(self) -> Self:
@@ -365,5 +368,7 @@ def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def _unavailable(error: RedisError) -> Unavailable:
+def _unavailable(error: RedisError) -> Unavailable | ConfigError:
+    if isinstance(error, MovedError):
+        return ConfigError(f"redis_url: {connection.IS_CLUSTER}")
     return Unavailable(f"Redis does not answer: {error}", retry_after=2.0)

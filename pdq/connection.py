@@ -4,6 +4,9 @@ Four kinds: `command` (asyncio; scripts and short commands), `blocking` (asyncio
 the server), `bulk` (threads; KV bytes) and `lease` (threads; one connection that nothing else uses). They never share
 connections: a block of 4 MB must not delay a token, and a waiting read must not delay a lease.
 
+A URL of `redis+cluster://` or `rediss+cluster://` names any node of a Redis Cluster (cluster.py). `home` is then the
+key in whose slot a client works, wherever that slot goes; `nodes` is `bulk` for keys of all slots.
+
 Commands are retried here only where a repetition is harmless: all scripts are idempotent, reads are reads. A blocking
 XREADGROUP is not retried (see queue.py).
 """
@@ -14,6 +17,7 @@ import asyncio
 import logging
 import socket
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio as aredis
@@ -22,6 +26,7 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
+from pdq.cluster import SLOTS, Address, AsyncFollowing, AsyncFollowingTLS, Cluster, Following, FollowingTLS, Home, Nodes
 from pdq.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,6 +46,9 @@ POOL_WAIT = 5.0
 # A retry connects anew. After READONLY too: the master has become a replica, and only a new connection can find the
 # new master behind the same address.
 _RETRIED = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+_CLUSTER = "+cluster"
+IS_CLUSTER = "the server is a node of a Redis Cluster; write redis+cluster:// (or rediss+cluster://)"
+IS_NO_CLUSTER = "the server is no node of a Redis Cluster; write redis:// (or rediss://)"
 _COMMON = {
     "protocol": 2,
     "legacy_responses": True,
@@ -72,26 +80,66 @@ def _backoff() -> ExponentialWithJitterBackoff:
     return ExponentialWithJitterBackoff(base=0.02, cap=0.2)
 
 
-def command(url: str, connections: int = 16) -> AsyncRedis:
+def command(url: str, connections: int = 16, home: str = "") -> AsyncRedis:
     """Short commands and scripts. Callers over `connections` at once wait for a connection instead of failing."""
     retry = _AsyncRetry(_backoff(), 2, supported_errors=_RETRIED)
-    return _asyncio(url, COMMAND_TIMEOUT, retry, connections)
+    return _asyncio(url, COMMAND_TIMEOUT, retry, connections, home)
 
 
-def blocking(url: str) -> AsyncRedis:
+def blocking(url: str, home: str = "") -> AsyncRedis:
     """One connection for reads that wait on the server."""
-    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1)
+    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1, home)
 
 
-def bulk(url: str, connections: int, **transport: Any) -> SyncRedis:
+def bulk(url: str, connections: int, home: str = "", **transport: Any) -> SyncRedis:
     """KV bytes, from threads. transport: parser_class and command_packer of `bulk.connect`."""
     retry = Retry(_backoff(), 1, supported_errors=_RETRIED)
-    return _threads(url, BULK_TIMEOUT, retry, connections, read_size=1 << 16, **transport)
+    return _threads(url, BULK_TIMEOUT, retry, connections, home, **transport)
 
 
-def lease(url: str) -> SyncRedis:
+def nodes(url: str, connections: int, **transport: Any) -> Nodes:
+    """`bulk` for each node of a cluster. Nothing is repeated: a node may be gone for good."""
+
+    def open_node(node: Address) -> SyncRedis:
+        return _threads(_at(url, node), BULK_TIMEOUT, Retry(NoBackoff(), 0), connections, **transport)
+
+    return Nodes(_cluster(url), open_node)
+
+
+def lease(url: str, home: str = "") -> SyncRedis:
     """The lease thread's own connection; short timeouts, since a late renewal is no renewal."""
-    return _threads(url, LEASE_TIMEOUT, Retry(NoBackoff(), 1, supported_errors=_RETRIED), 1, read_size=1 << 16)
+    return _threads(url, LEASE_TIMEOUT, Retry(NoBackoff(), 1, supported_errors=_RETRIED), 1, home)
+
+
+def is_cluster(url: str) -> bool:
+    return url.partition("://")[0].endswith(_CLUSTER)
+
+
+def _at(url: str, node: Address) -> str:
+    """The URL of one node of the cluster that `url` names."""
+    parts = urlsplit(url)
+    login = parts.netloc.rpartition("@")
+    host = f"[{node[0]}]" if ":" in node[0] else node[0]
+    netloc = f"{''.join(login[:2])}{host}:{node[1]}"
+    return urlunsplit(parts._replace(scheme=parts.scheme.removesuffix(_CLUSTER), netloc=netloc))
+
+
+def _cluster(url: str) -> Cluster:
+    def ask(node: Address) -> list[Any]:
+        with _threads(_at(url, node), LEASE_TIMEOUT, Retry(NoBackoff(), 0), 1) as client:
+            try:
+                ranges: list[Any] = client.execute_command("CLUSTER SLOTS")
+            except redis.ResponseError as e:
+                if "cluster support disabled" not in str(e):
+                    raise
+                return [[0, SLOTS - 1, [b"", node[1]]]]  # `check_server` refuses it
+            return ranges
+
+    try:
+        seed = urlsplit(url)
+        return Cluster((seed.hostname or "localhost", seed.port or 6379), ask)
+    except ValueError as e:
+        raise ConfigError(f"redis_url: {e}") from e
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -101,26 +149,46 @@ def _options(url: str) -> dict[str, Any]:
     return {**_COMMON, "socket_keepalive": True, "socket_keepalive_options": options}
 
 
-def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int) -> AsyncRedis:
+def _following(url: str, home: str, plain: type, tls: type) -> tuple[str, dict[str, Any]]:
+    """URL and options for a pool; of a cluster's only the scheme is not used, since it would set the class."""
+    if not is_cluster(url):
+        return url, {}
+    scheme, _, rest = url.partition(f"{_CLUSTER}://")
+    return f"redis://{rest}", {
+        "connection_class": tls if scheme == "rediss" else plain,
+        "home": Home(_cluster(url), home),
+    }
+
+
+def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int, home: str) -> AsyncRedis:
+    url, more = _following(url, home, AsyncFollowing, AsyncFollowingTLS)
     try:
         pool = aredis.BlockingConnectionPool.from_url(
-            url, max_connections=connections, timeout=POOL_WAIT, socket_timeout=timeout, retry=retry, **_options(url)
+            url,
+            max_connections=connections,
+            timeout=POOL_WAIT,
+            socket_timeout=timeout,
+            retry=retry,
+            **_options(url),
+            **more,
         )
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e
     return aredis.Redis.from_pool(pool)
 
 
-def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size: int, **transport: Any) -> SyncRedis:
+def _threads(url: str, timeout: float, retry: Retry, connections: int, home: str = "", **transport: Any) -> SyncRedis:
+    url, more = _following(url, home, Following, FollowingTLS)
     try:
         pool = redis.BlockingConnectionPool.from_url(
             url,
             max_connections=connections,
             timeout=POOL_WAIT,
             socket_timeout=timeout,
-            socket_read_size=read_size,
+            socket_read_size=1 << 16,
             retry=retry,
             **_options(url),
+            **more,
             **transport,
         )
     except ValueError as e:
@@ -129,11 +197,12 @@ def _threads(url: str, timeout: float, retry: Retry, connections: int, read_size
 
 
 async def check_server(client: AsyncRedis, role: str) -> None:
-    """Refuse a server that evicts live jobs, or heartbeats before blocks. role: "queue" or "kv".
+    """Refuse a server that evicts live jobs, or heartbeats before blocks, and a wrong kind. role: "queue" or "kv".
 
     Raises ConfigError, RedisError.
     """
     try:
+        _check_kind(await client.info("cluster"), role, following="home" in client.connection_pool.connection_kwargs)
         memory = await client.info("memory")
     except NoPermissionError as e:
         log.warning("the eviction policy of Redis cannot be seen, it must not be allkeys-*: %s", e)
@@ -145,3 +214,12 @@ async def check_server(client: AsyncRedis, role: str) -> None:
             f"redis_url: maxmemory-policy {policy} may evict {victims}; set it with "
             "'CONFIG SET maxmemory-policy volatile-lru' (or noeviction), or give the queue a Redis of its own"
         )
+
+
+def _check_kind(info: dict[str, Any], role: str, *, following: bool) -> None:
+    name = {"queue": "redis_url", "kv": "kv_url"}[role]
+    is_node = bool(info.get("cluster_enabled"))
+    if is_node and not following:
+        raise ConfigError(f"{name}: {IS_CLUSTER}")
+    if following and not is_node:
+        raise ConfigError(f"{name}: {IS_NO_CLUSTER}")

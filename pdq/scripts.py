@@ -12,13 +12,21 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, ReadOnlyError
 
 from pdq.connection import AsyncRedis, SyncRedis
 
 Arg = str | bytes | int | float
+
+
+class Scripted(Protocol):
+    """What runs scripts as redis-py's client does."""
+
+    def evalsha(self, sha: str, numkeys: int, *keys_and_args: Any) -> Any: ...
+
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Call:
         except NoScriptError:
             return await redis.eval(*self._eval())
 
-    def run_sync(self, redis: SyncRedis) -> Any:
+    def run_sync(self, redis: SyncRedis | Scripted) -> Any:
         """The same from a thread."""
         try:
             return redis.evalsha(*self._evalsha())

@@ -20,7 +20,7 @@ class QueueRedis:
 
     def __init__(self, settings: RedisSettings) -> None:
         self._keys = Keys(settings.pool)
-        self._redis = connection.command(settings.redis_url, 1)
+        self._redis = connection.command(settings.redis_url, 1, self._keys.home)
         self.safe = False
 
     async def check(self) -> None:
