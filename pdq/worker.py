@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 BEAT_SECONDS = 2.0
 JOIN_SECONDS = 0.2  # between two tries of the first heartbeat
+CHECK_SECONDS = 1.0  # for the look at the blocks' Redis: a heartbeat does not wait for it
 STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
@@ -94,21 +95,21 @@ class Worker:
         self.name = settings.name or f"{stage_name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.model = model
         self._fingerprint, self._context = fingerprint, context
-        self._redis = connection.command(settings.redis_url)
-        self._waiting = connection.blocking(settings.redis_url)
-        self._hints = connection.blocking(settings.redis_url)
+        url, home = settings.redis_url, self.keys.home
+        self._redis = connection.command(url, home=home)
+        self._waiting = connection.blocking(url, home)
+        self._hints = connection.blocking(url, home)
         self.queue = Queue(
             self._redis, self._waiting, keys=self.keys, stage=stage_name, owner=self.name,
             lease_seconds=settings.lease_seconds, max_attempts=settings.max_attempts, result_ttl=settings.result_ttl,
         )  # fmt: skip
         self._suspects = Suspects(self._redis, self.keys, self.name, settings.lease_seconds, settings.max_attempts)
-        self.leases = Leases(
-            connection.lease(settings.redis_url), self.keys, settings.lease_seconds, settings.stall_seconds
-        )
+        self.leases = Leases(connection.lease(url, home), self.keys, settings.lease_seconds, settings.stall_seconds)
         self._jobs: dict[asyncio.Task[None], Running] = {}
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
         self._joined = False
+        self._blocks_url = settings.kv_url  # to be looked at
         self._next_reclaim = self._next_sweep = 0.0
         self.counters: Counter[str] = Counter()
 
@@ -266,7 +267,7 @@ class Worker:
             log.warning("%s: left to its lease, Redis refuses a command: %s", job.id, e)
 
     async def _beats(self, stage: Stage) -> None:
-        """Heartbeats. Raises ConfigError if the server may evict jobs, or the pool has workers of other KV."""
+        """Heartbeats. Raises ConfigError if a server is of no use, or the pool has workers of other KV."""
         while True:
             counters = self.counters + stage.counters()
             info = WorkerInfo(
@@ -288,7 +289,17 @@ class Worker:
                 await pipe.execute()
             except RedisError as e:
                 log.debug("%s: no heartbeat: %s", self.name, e)
+            await self._check_blocks()
             await asyncio.sleep(BEAT_SECONDS if self._joined else JOIN_SECONDS)
+
+    async def _check_blocks(self) -> None:
+        """Look at the blocks' Redis once, if it is another. Raises ConfigError."""
+        if not self._blocks_url:
+            return
+        with suppress(RedisError, TimeoutError):
+            async with asyncio.timeout(CHECK_SECONDS), connection.command(self._blocks_url, 1) as redis:
+                await connection.check_server(redis, "kv")
+                self._blocks_url = None
 
     def _state(self) -> str:
         if self._draining.is_set():
