@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from pdq import keys, scripts
 from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
@@ -73,6 +72,7 @@ class BlockStore:
         if epoch != self._epoch:  # somebody has cleared the blocks
             self._epoch = epoch
             self._local.clear()
+        scores = scores or [None] * len(hashes)  # of a cluster the node may be away
         known = (score is not None or h in self._local for h, score in zip(hashes, scores, strict=True))
         return next((i for i, found in enumerate(known) if not found), len(hashes))
 
