@@ -142,6 +142,9 @@ class WorkerSettings(ProcessSettings):
 
     name: str | None = setting(None, "Worker name, unique in the pool; default: stage, host, pid and a random part.")
     threads: int | None = setting(None, "Compute threads; default: all cores. pdq serve divides the cores.", low=1)
+    cores: str | None = setting(
+        None, "FOLDER/NAME: workers with this folder lend each other idle cores, --threads each."
+    )
     lease_seconds: float = setting(20.0, "A worker silent for this long loses its jobs to others.", low=0.5, high=3600)
     stall_seconds: float = setting(120.0, "A worker whose work stands still for this long lets its jobs go.", low=1)
     max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)
@@ -235,6 +238,7 @@ class ServeSettings(GatewaySettings, PrefillSettings, DecodeSettings):
     redis_url: str = setting("", "Redis or Valkey to use; default: an embedded Valkey.")
     prefill: int = setting(1, "Prefill workers.", low=1, high=64)
     decode: int = setting(1, "Decode workers.", low=1, high=64)
+    lend_cores: bool = setting(True, "Without --threads: an idle stage's cores compute for the other one.")
     valkey_memory: str | None = setting(None, "Most memory of the embedded Valkey; default: a quarter of all.")
 
     @property

@@ -9,13 +9,16 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from pdq.config import WorkerSettings
-from pdq.engine.base import Engine
+from pdq.cores import Cores, OwnCores, SharedCores
+from pdq.engine.base import Engine, Segment
 from pdq.engine.load import load_engine
 from pdq.errors import ConfigError, ModelUnsupported
 from pdq.kv_transfer import KVTransfer
@@ -38,6 +41,12 @@ class Parts:
     transfer: KVTransfer
     slots: Slots
     compute: ThreadPoolExecutor
+    cores: Cores = field(default_factory=OwnCores)
+
+    def forward(self, segments: Sequence[Segment]) -> list[int | None]:
+        """`engine.forward`, with the cores of idle neighbours; for the compute thread."""
+        with self.cores.borrowed() as self.engine.more_threads:
+            return self.engine.forward(segments)
 
 
 def run_program(stage: str, settings_class: type[S], build: Callable[[S, Parts], Stage]) -> None:
@@ -73,8 +82,19 @@ async def _work(
     stage: str, settings: S, served: str, engine: Engine, tokenizer: Tokenizer, build: Callable[[S, Parts], Stage]
 ) -> None:
     spec = engine.spec
-    worker = Worker(settings, stage, model=served, fingerprint=spec.fingerprint, context=spec.max_model_len)
+    cores = _cores(settings)
+    worker = Worker(
+        settings, stage, model=served, fingerprint=spec.fingerprint, context=spec.max_model_len, cores=cores
+    )
     compute = ThreadPoolExecutor(1, thread_name_prefix="pdq-engine")
-    parts = Parts(engine, tokenizer, worker, KVTransfer(settings, engine), Slots(engine), compute)
+    parts = Parts(engine, tokenizer, worker, KVTransfer(settings, engine), Slots(engine), compute, cores)
     log.info("%s: ready, model %s, context %d, pool %s", worker.name, served, spec.max_model_len, settings.pool)
-    await worker.run(build(settings, parts))
+    with closing(cores):
+        await worker.run(build(settings, parts))
+
+
+def _cores(settings: WorkerSettings) -> Cores:
+    if settings.cores is None or settings.threads is None:
+        return OwnCores()
+    place = Path(settings.cores)
+    return SharedCores(place.parent, place.name, settings.threads)

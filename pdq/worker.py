@@ -27,6 +27,7 @@ from redis.exceptions import TimeoutError as Unanswered
 from pdq import connection, heartbeats
 from pdq.config import WorkerSettings
 from pdq.connection import RedisError
+from pdq.cores import Cores, OwnCores
 from pdq.errors import LostLease, PdqError
 from pdq.keys import Keys
 from pdq.lease import Leases, Running
@@ -89,12 +90,22 @@ class Stage(Protocol):
 class Worker:
     """One worker process of one stage. model: the served name, for heartbeats."""
 
-    def __init__(self, settings: WorkerSettings, stage_name: str, *, model: str, fingerprint: bytes, context: int):
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        stage_name: str,
+        *,
+        model: str,
+        fingerprint: bytes,
+        context: int,
+        cores: Cores | None = None,
+    ) -> None:
         self.settings = settings
         self.keys = Keys(settings.pool)
         self.name = settings.name or f"{stage_name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.model = model
         self._fingerprint, self._context = fingerprint, context
+        self._cores = cores or OwnCores()
         url, home = settings.redis_url, self.keys.home
         self._redis = connection.command(url, home=home)
         self._waiting = connection.blocking(url, home)
@@ -241,7 +252,8 @@ class Worker:
         self.counters["claimed"] += 1
         try:
             try:
-                await stage.work(running)
+                with self._cores.working():
+                    await stage.work(running)
             except LostLease:
                 raise
             except PdqError as e:

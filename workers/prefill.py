@@ -191,7 +191,7 @@ class PrefillStage:
         return token
 
     def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:
-        (token,) = self._parts.engine.forward([segment])
+        (token,) = self._parts.forward([segment])
         self._parts.worker.leases.progress()
         return token, self._parts.transfer.export(segment.slot, chain, at, segment.slot.length)
 

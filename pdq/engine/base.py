@@ -83,7 +83,12 @@ class NoRoom(Exception):
 
 
 class Engine(Protocol):
-    """A loaded model with KV memory for a number of sequences."""
+    """A loaded model with KV memory for a number of sequences.
+
+    more_threads: that `forward` may use beside its own, set before each call; engines without threads ignore it.
+    """
+
+    more_threads: int
 
     @property
     def spec(self) -> EngineSpec: ...

@@ -60,6 +60,7 @@ class TorchEngine:
         self._reads = probed.reads
         self._device = model.device
         self._threads = threads
+        self.more_threads = 0
         self._set_threads()
         self._choice = products.trial(model.dtype) if model.device.type == "cpu" else products.Choice()
         self._free = kv_memory_bytes
@@ -154,8 +155,8 @@ class TorchEngine:
 
     def _set_threads(self) -> None:
         """The number of threads is a setting of the calling thread."""
-        if self._threads is not None and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        if self._threads is not None and torch.get_num_threads() != self._threads + self.more_threads:
+            torch.set_num_threads(self._threads + self.more_threads)
 
     def _indices(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self._device, non_blocking=True)

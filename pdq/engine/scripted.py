@@ -89,6 +89,7 @@ class ScriptedEngine:
         self._free = memory
         self._lock = threading.Lock()
         self._open: set[ScriptedSlot] = set()
+        self.more_threads = 0
         self.forwards = 0
         self.computed = 0
         identity = f"scripted {script.token_bytes} {script.text} {script.eos_every} {block_size}"

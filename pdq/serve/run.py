@@ -17,8 +17,10 @@ import json
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pdq import connection
@@ -115,6 +117,7 @@ class Pool:
         self._supervisor = supervisor
         self._screen = screen
         self._cores = machine.cores()
+        self._locks = tempfile.TemporaryDirectory(prefix="pdq-cores-")
         self._workers: list[Program] = []
 
     async def up(self) -> None:
@@ -134,7 +137,7 @@ class Pool:
 
     def start_programs(self) -> None:
         """Start the gateway and the workers."""
-        self._workers = worker_programs(self.settings, self._cores)
+        self._workers = worker_programs(self.settings, self._cores, Path(self._locks.name))
         for program in (gateway_program(self.settings), *self._workers):
             self._supervisor.start(program)
 
@@ -144,6 +147,7 @@ class Pool:
         ended = [await self._supervisor.stop("gateway", patience)]
         ended += await asyncio.gather(*(self._supervisor.stop(w.name, patience) for w in self._workers))
         ended += [await self._supervisor.stop("valkey", _VALKEY_SECONDS)]
+        self._locks.cleanup()
         return all(ended)
 
     async def _ready(self) -> dict[str, Any]:
@@ -211,12 +215,18 @@ def gateway_program(settings: ServeSettings) -> Program:
     return Program(name="gateway", argv=(sys.executable, "-m", "pdq.gateway"), env=env | {"PYTHONUNBUFFERED": "1"})
 
 
-def worker_programs(settings: ServeSettings, cores: int) -> list[Program]:
-    """Prefill workers, then decode workers; without --threads they share the cores."""
+def worker_programs(settings: ServeSettings, cores: int, locks: Path | None = None) -> list[Program]:
+    """Prefill workers, then decode workers; without --threads they share the cores.
+
+    locks: folder in which they lend each other idle ones; not if there are more threads than cores anyway.
+    """
     threads = worker_threads(settings, cores)
-    prefill = [_worker(settings.part(PrefillSettings), "prefill", i + 1, threads[i]) for i in range(settings.prefill)]
+    if settings.threads or sum(threads) > cores or not settings.lend_cores:
+        locks = None
+    prefill, decode = settings.part(PrefillSettings), settings.part(DecodeSettings)
     rest = threads[settings.prefill :]
-    return prefill + [_worker(settings.part(DecodeSettings), "decode", i + 1, n) for i, n in enumerate(rest)]
+    programs = [_worker(prefill, "prefill", i + 1, threads[i], locks) for i in range(settings.prefill)]
+    return programs + [_worker(decode, "decode", i + 1, n, locks) for i, n in enumerate(rest)]
 
 
 def worker_threads(settings: ServeSettings, cores: int) -> list[int]:
@@ -225,9 +235,10 @@ def worker_threads(settings: ServeSettings, cores: int) -> list[int]:
     return [settings.threads] * workers if settings.threads else machine.divide(cores, workers)
 
 
-def _worker(settings: WorkerSettings, stage: str, number: int, threads: int) -> Program:
+def _worker(settings: WorkerSettings, stage: str, number: int, threads: int, locks: Path | None) -> Program:
     name = f"{stage}-{number}"
-    own = replace(settings, threads=threads, name=settings.name and f"{settings.name}-{name}")
+    cores = str(locks / name) if locks else None
+    own = replace(settings, threads=threads, cores=cores, name=settings.name and f"{settings.name}-{name}")
     env = own.environ_of_child() | machine.compute_variables(threads) | {"PYTHONUNBUFFERED": "1"}
     return Program(name=name, argv=(sys.executable, "-m", f"pdq.workers.{stage}"), env=env)
 
