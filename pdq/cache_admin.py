@@ -14,7 +14,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
+
+from redis import RedisCluster
+from redis.exceptions import RedisClusterException
 
 from pdq import connection, heartbeats
 from pdq.config import RedisSettings
@@ -22,6 +25,7 @@ from pdq.connection import RedisError, SyncRedis
 from pdq.errors import ConfigError, Unavailable
 from pdq.keys import BlockKeys, Keys, kv_pattern, model_of, tail_pattern
 
+Redis: TypeAlias = SyncRedis | RedisCluster
 _BATCH = 500
 _SECONDS = 3.0
 
@@ -66,7 +70,7 @@ class CacheStats:
 def stats(settings: RedisSettings) -> CacheStats:
     """Raises Unavailable if the KV Redis does not answer."""
     with _open(settings) as redis, _named("kv_url"):
-        memory: Any = redis.info("memory")
+        memory = _memory(redis)
         blocks: Counter[str] = Counter()
         sample: dict[str, bytes] = {}
         for key in redis.scan_iter(kv_pattern("*"), count=_BATCH):
@@ -76,8 +80,9 @@ def stats(settings: RedisSettings) -> CacheStats:
         now = _now_ms(redis)
         models = [_model(redis, name, count, sample[name], now) for name, count in sorted(blocks.items())]
         return CacheStats(
-            used_memory=int(memory["used_memory"]), max_memory=int(memory.get("maxmemory", 0)),
-            policy=str(memory.get("maxmemory_policy", "noeviction")),
+            used_memory=sum(int(m["used_memory"]) for m in memory),
+            max_memory=sum(int(m.get("maxmemory", 0)) for m in memory),
+            policy=str(memory[0].get("maxmemory_policy", "noeviction")),
             tails=sum(1 for _ in redis.scan_iter(tail_pattern(), count=_BATCH)),
             models=models, counters=_counters(settings),
         )  # fmt: skip
@@ -96,7 +101,7 @@ def clear(settings: RedisSettings, model: str | None = None, *, pinned: bool = F
         return sum(_clear(redis, name, pinned) for name in found if name)
 
 
-def _clear(redis: SyncRedis, model: str, pinned: bool) -> int:
+def _clear(redis: Redis, model: str, pinned: bool) -> int:
     names = BlockKeys(bytes.fromhex(model))
     # First of all: what a worker stores from its own memory after this has been looked up after it, too.
     redis.incr(names.epoch)
@@ -117,7 +122,15 @@ def _clear(redis: SyncRedis, model: str, pinned: bool) -> int:
     return deleted
 
 
-def _model(redis: SyncRedis, name: str, blocks: int, sample: bytes, now: float) -> ModelStats:
+def _memory(redis: Redis) -> list[dict[str, Any]]:
+    """Of each server."""
+    if isinstance(redis, RedisCluster):
+        return list(redis.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
+    found: Any = redis.info("memory")
+    return [found]
+
+
+def _model(redis: Redis, name: str, blocks: int, sample: bytes, now: float) -> ModelStats:
     index = BlockKeys(bytes.fromhex(name)).index
     first: Any = redis.zrange(index, 0, 0, withscores=True)
     last: Any = redis.zrevrangebyscore(index, now, "-inf", start=0, num=1, withscores=True)
@@ -135,8 +148,9 @@ def _counters(settings: RedisSettings) -> dict[str, int]:
 
     async def ask() -> Counter[str]:
         sums: Counter[str] = Counter()
-        async with connection.command(settings.redis_url, 1) as redis, asyncio.timeout(_SECONDS):
-            for worker in await heartbeats.live(redis, Keys(settings.pool)):
+        keys = Keys(settings.pool)
+        async with connection.command(settings.redis_url, 1, keys.home) as redis, asyncio.timeout(_SECONDS):
+            for worker in await heartbeats.live(redis, keys):
                 sums.update(dict(worker.counters))
         return sums
 
@@ -145,8 +159,9 @@ def _counters(settings: RedisSettings) -> dict[str, int]:
     return {}
 
 
-def _open(settings: RedisSettings) -> SyncRedis:
-    return connection.bulk(settings.blocks_url, 1)
+def _open(settings: RedisSettings) -> Redis:
+    with _named("kv_url"):
+        return connection.everywhere(settings.blocks_url)
 
 
 class _named:  # noqa: N801  reads as the statement it is
@@ -159,11 +174,11 @@ class _named:  # noqa: N801  reads as the statement it is
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RedisError):
+        if isinstance(error, RedisError | RedisClusterException):
             raise Unavailable(f"{self._setting}: Redis does not answer: {error}") from error
 
 
-def _now_ms(redis: SyncRedis) -> float:
+def _now_ms(redis: Redis) -> float:
     seconds, micros = redis.time()
     return float(seconds * 1000 + micros / 1000)
 

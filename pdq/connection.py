@@ -91,10 +91,10 @@ def blocking(url: str, home: str = "") -> AsyncRedis:
     return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1, home)
 
 
-def bulk(url: str, connections: int, home: str = "", **transport: Any) -> SyncRedis:
+def bulk(url: str, connections: int, **transport: Any) -> SyncRedis:
     """KV bytes, from threads. transport: parser_class and command_packer of `bulk.connect`."""
     retry = Retry(_backoff(), 1, supported_errors=_RETRIED)
-    return _threads(url, BULK_TIMEOUT, retry, connections, home, **transport)
+    return _threads(url, BULK_TIMEOUT, retry, connections, **transport)
 
 
 def nodes(url: str, connections: int, **transport: Any) -> Nodes:
@@ -104,6 +104,17 @@ def nodes(url: str, connections: int, **transport: Any) -> Nodes:
         return _threads(_at(url, node), BULK_TIMEOUT, Retry(NoBackoff(), 0), connections, **transport)
 
     return Nodes(_cluster(url), open_node)
+
+
+def everywhere(url: str) -> SyncRedis | redis.RedisCluster:
+    """All of a Redis, all nodes of a cluster, for who looks at it from outside. Raises RedisError, ConfigError."""
+    if not is_cluster(url):
+        return bulk(url, 1)
+    seed = _at(url, _seed(url))
+    try:
+        return redis.RedisCluster.from_url(seed, socket_timeout=BULK_TIMEOUT, **_options(url))
+    except redis.RedisClusterException as e:
+        raise redis.ConnectionError(str(e)) from e
 
 
 def lease(url: str, home: str = "") -> SyncRedis:
@@ -135,9 +146,13 @@ def _cluster(url: str) -> Cluster:
                 return [[0, SLOTS - 1, [b"", node[1]]]]  # `check_server` refuses it
             return ranges
 
+    return Cluster(_seed(url), ask)
+
+
+def _seed(url: str) -> Address:
     try:
-        seed = urlsplit(url)
-        return Cluster((seed.hostname or "localhost", seed.port or 6379), ask)
+        parts = urlsplit(url)
+        return parts.hostname or "localhost", parts.port or 6379
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from redis.crc import key_slot
 
-from pdq import bulk, connection
+from pdq import bulk, cache_admin, connection
 from pdq.client import AsyncClient
 from pdq.config import RedisSettings
 from pdq.errors import ConfigError, RequestCancelled
@@ -73,6 +73,19 @@ async def test_a_pool_has_its_control_keys_on_one_node_and_its_blocks_on_all(clu
         assert again.text == expected(PROMPT.encode(), 20)
         assert again.usage.cached_tokens == (len(PROMPT) - 1) // 4 * 4
         await until(lambda: not any(cluster.keys("pdq:tail:").values()))
+
+
+async def test_the_cache_commands_see_and_empty_all_nodes(cluster: Cluster) -> None:
+    async with pool_on(cluster) as pool:
+        await (await submit(pool.client, PROMPT, 20)).result(20)
+        blocks = (len(PROMPT) + 19) // 4
+        await until(lambda: sum(map(len, cluster.keys("pdq:kv:").values())) == blocks + 1)
+        settings = RedisSettings(redis_url=cluster.url)
+        (model,) = (await asyncio.to_thread(cache_admin.stats, settings)).models
+        assert (model.blocks, model.indexed) == (blocks, blocks)
+        assert await asyncio.to_thread(cache_admin.clear, settings) == blocks
+        assert {key for keys in cluster.keys("pdq:kv:").values() for key in keys} == {f"pdq:kv:{model.model}:epoch"}
+        assert (await (await submit(pool.client, PROMPT, 20)).result(20)).usage.cached_tokens == 0
 
 
 async def test_a_cancel_reaches_what_is_decoded(cluster: Cluster) -> None:
