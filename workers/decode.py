@@ -280,7 +280,7 @@ class DecodeStage:
 
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
         loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments)
+        tokens = await loop.run_in_executor(self._parts.compute, self._parts.engine.forward, segments)
         self._counters.update(steps=1, tokens=len(segments))
         self._parts.worker.leases.progress()
         return tokens
