@@ -254,3 +254,13 @@ def test_the_cache_commands_speak_json_and_plain_text(server: Server, capsys: py
     code, _, err = run(capsys, "cache", "clear", "--redis-url", server.url, "--model", "xyz")
     assert code == 2
     assert "16 hex digits" in err
+
+
+async def test_a_trace_of_conversations_hits_more_in_the_shared_cache_than_in_a_cache_per_worker(
+    server: Server,
+) -> None:
+    from tests.pipeline.trace import conversations, replay
+
+    found = await replay(server, conversations(30, seed=3), seed=3)
+    assert found.shared > 1.2 * found.per_worker
+    assert found.shared > 0.6 * found.prompt
