@@ -11,102 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from array import array
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from pdq.config import DecodeSettings
 from pdq.connection import RedisError
-from pdq.engine.base import Scores, Segment, Slot
+from pdq.engine.base import Segment
 from pdq.errors import PdqError, RequestFailed
 from pdq.generation import Generation, max_new_tokens
-from pdq.kv_transfer import Prefix
 from pdq.lease import Running
-from pdq.messages import Event, Handoff, Usage
+from pdq.messages import Event, Handoff
 from pdq.program import Parts, run_program
 from pdq.queue import Job
+from pdq.sequence import Sequence
 from pdq.worker import RETRY_SECONDS, retried
 from pdq.write_back import WriteBack
 
 log = logging.getLogger(__name__)
-
-REPLAY_CHUNK = 64  # tokens recomputed in one step (after a take-over, or lost KV), so that the others do not stutter
-
-
-class Sequence:
-    """One running completion.
-
-    known: tokens of prompt and completion; `feed` those of them whose KV is not there yet, the last of which gives the
-    next token. chain: of the tokens whose KV came from prefill.
-    """
-
-    def __init__(
-        self, running: Running, handoff: Handoff, slot: Slot, generation: Generation, known: list[int], chain: Prefix
-    ) -> None:
-        self.running = running
-        self.handoff = handoff
-        self.slot = slot
-        self.generation = generation
-        self.known = known
-        self.feed = known[slot.length :]
-        self.chain = chain
-        self.sent = generation.count  # tokens in events that were made
-        self.tokens: list[int] = []  # sampled since
-        self.scores: list[Scores] = []  # of those, if they are wanted
-        self.history: array[int] | None = None  # prompt and completion, if they are wanted
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.joined = time.monotonic()
-        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def segment(self) -> Segment:
-        if len(self.feed) > REPLAY_CHUNK:
-            return Segment(self.slot, self.feed[:REPLAY_CHUNK])
-        params = self.running.job.request.sampling
-        scores: list[Scores] | None = None if params.logprobs is None else []
-        return Segment(self.slot, self.feed, params, self.generation.count, self.history, scores)
-
-    def advance(self, segment: Segment, token: int | None) -> None:
-        """Account for a forward over `segment`, which begins the feed."""
-        fed = len(segment.token_ids)
-        if fed < len(self.feed):
-            self.feed = self.feed[fed:]
-            return
-        if token is None:
-            raise RuntimeError("the model's logits are not finite")
-        step = self.generation.push(token)
-        self.tokens.append(token)
-        self.scores += segment.scores or ()
-        if self.history is not None:
-            self.history.append(token)
-        self.text += step.text
-        self.finish_reason = step.finish_reason
-        self.known.append(token)
-        self.feed = [token]
-
-    def event(self) -> Event:
-        """Take what was sampled since the last event as the next one."""
-        logprobs = self.generation.logprobs(self.scores)
-        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, logprobs=logprobs)
-        if event.terminal:
-            usage = Usage(len(self.handoff.prompt), self.generation.count, self.handoff.cached_tokens)
-            timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
-            event = replace(event, usage=usage, timings=timings)
-        self.sent += len(self.tokens)
-        self.tokens, self.scores, self.text = [], [], ""
-        return event
-
-    def end(self, error: Exception | None) -> None:
-        """Tell the job's task that this is over."""
-        if not self.outcome.done():
-            if error is None:
-                self.outcome.set_result(None)
-            else:
-                self.outcome.set_exception(error)
 
 
 class DecodeStage:
@@ -135,6 +59,10 @@ class DecodeStage:
 
     def counters(self) -> Counter[str]:
         return self._counters + self._write_back.counters + self._parts.transfer.store.counters
+
+    @property
+    def waits(self) -> bool:
+        return True
 
     async def ready(self) -> bool:
         """Decode takes what it has room for; nothing comes after it that could be overrun."""
@@ -178,7 +106,7 @@ class DecodeStage:
         job, parts = running.job, self._parts
         emitted = await parts.worker.queue.emitted(job)
         tokens = [*handoff.prompt, *emitted]
-        if not emitted or handoff.kv_length >= len(tokens):
+        if handoff.kv_length >= len(tokens):
             raise RuntimeError(f"KV of {handoff.kv_length} tokens does not go with {len(tokens)} known tokens")
         sampling, spec = job.request.sampling, parts.engine.spec
         generation = Generation(

@@ -1,0 +1,91 @@
+"""One running completion in a decode batch: what to feed the engine next, and what of its tokens is still to be told.
+
+Used by the decode worker alone, which owns the batch; knows the job, its slot and its text, not the queue or the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from dataclasses import replace
+
+from pdq.engine.base import Scores, Segment, Slot
+from pdq.generation import Generation
+from pdq.kv_transfer import Prefix
+from pdq.lease import Running
+from pdq.messages import Event, Handoff, Usage
+
+REPLAY_CHUNK = 64  # tokens recomputed in one step (after a take-over, or lost KV), so that the others do not stutter
+
+
+class Sequence:
+    """One running completion.
+
+    known: tokens of prompt and completion; `feed` those of them whose KV is not there yet, the last of which gives the
+    next token. chain: of the tokens whose KV came from prefill.
+    """
+
+    def __init__(
+        self, running: Running, handoff: Handoff, slot: Slot, generation: Generation, known: list[int], chain: Prefix
+    ) -> None:
+        self.running = running
+        self.handoff = handoff
+        self.slot = slot
+        self.generation = generation
+        self.known = known
+        self.feed = known[slot.length :]
+        self.chain = chain
+        self.sent = generation.count  # tokens in events that were made
+        self.tokens: list[int] = []  # sampled since
+        self.scores: list[Scores] = []  # of those, if they are wanted
+        self.history: array[int] | None = None  # prompt and completion, if they are wanted
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.joined = time.monotonic()
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def segment(self) -> Segment:
+        if len(self.feed) > REPLAY_CHUNK:
+            return Segment(self.slot, self.feed[:REPLAY_CHUNK])
+        params = self.running.job.request.sampling
+        scores: list[Scores] | None = None if params.logprobs is None else []
+        return Segment(self.slot, self.feed, params, self.generation.count, self.history, scores)
+
+    def advance(self, segment: Segment, token: int | None) -> None:
+        """Account for a forward over `segment`, which begins the feed."""
+        fed = len(segment.token_ids)
+        if fed < len(self.feed):
+            self.feed = self.feed[fed:]
+            return
+        if token is None:
+            raise RuntimeError("the model's logits are not finite")
+        step = self.generation.push(token)
+        self.tokens.append(token)
+        self.scores += segment.scores or ()
+        if self.history is not None:
+            self.history.append(token)
+        self.text += step.text
+        self.finish_reason = step.finish_reason
+        self.known.append(token)
+        self.feed = [token]
+
+    def event(self) -> Event:
+        """Take what was sampled since the last event as the next one."""
+        logprobs = self.generation.logprobs(self.scores)
+        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, logprobs=logprobs)
+        if event.terminal or event.index == 0:
+            usage = Usage(len(self.handoff.prompt), self.sent + len(self.tokens), self.handoff.cached_tokens)
+            timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
+            event = replace(event, usage=usage, timings=timings)
+        self.sent += len(self.tokens)
+        self.tokens, self.scores, self.text = [], [], ""
+        return event
+
+    def end(self, error: Exception | None) -> None:
+        """Tell the job's task that this is over."""
+        if not self.outcome.done():
+            if error is None:
+                self.outcome.set_result(None)
+            else:
+                self.outcome.set_exception(error)
