@@ -1,6 +1,7 @@
 """`pdq serve`: one model on one machine as a tree of processes.
 
     pdq serve ─┬─ valkey          unless --redis-url is given (embedded.py)
+               ├─ valkey-kv       likewise, unless --kv-url is given
                ├─ gateway         python -m pdq.gateway
                ├─ prefill-1 ...   python -m pdq.workers.prefill
                └─ decode-1 ...    python -m pdq.workers.decode
@@ -18,7 +19,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ from pdq.serve.supervisor import WRONG_SETTING, Output, Program, Restarts, Super
 
 T = TypeVar("T")
 KILLED = 130
-MEMORY_SHARE = 4  # the embedded Valkey gets one in this many bytes
+MEMORY_SHARE = 4  # the embedded Valkeys get one in this many bytes
 _MARGIN_SECONDS = 5.0  # a child that drains by its own clock gets this much more before it is killed
 _VALKEY_SECONDS = 30.0  # to write what is left of its file
 _POLL_SECONDS = 0.5
@@ -51,20 +52,23 @@ def run(settings: ServeSettings, screen: Screen, restarts: Restarts | None = Non
 
 async def _run(settings: ServeSettings, screen: Screen, restarts: Restarts | None) -> int:
     machine.check_port(settings.host, settings.port)
-    valkey = None
+    valkeys: list[embedded.Embedded] = []
     if not settings.redis_url:
         memory = settings.valkey_memory_bytes or machine.memory() // MEMORY_SHARE
-        valkey = await embedded.prepare(cache_folder(), settings.pool, settings.port, memory)
-        settings = replace(settings, redis_url=valkey.url)
+        queue = await embedded.prepare(cache_folder(), settings.pool, settings.port, max(memory // 8, 1))
+        valkeys, settings = [queue], replace(settings, redis_url=queue.url)
+        if settings.kv_url is None:
+            valkeys.append(queue.for_blocks(max(memory - memory // 8, 1)))
+            settings = replace(settings, kv_url=valkeys[-1].url)
     if settings.port == 0:
         settings = replace(settings, port=machine.free_port(settings.host))
     supervisor = Supervisor(screen.say, restarts)
     try:
-        return await _until_stopped(Pool(settings, valkey, supervisor, screen), supervisor, screen)
+        return await _until_stopped(Pool(settings, valkeys, supervisor, screen), supervisor, screen)
     finally:
         screen.progress("")
         await supervisor.kill()
-        if valkey:
+        for valkey in valkeys[:1]:
             valkey.release()
 
 
@@ -110,10 +114,10 @@ class Pool:
     """The processes of one `pdq serve`; `settings` are complete: Redis, port, and after `up` the model's folder."""
 
     def __init__(
-        self, settings: ServeSettings, valkey: embedded.Embedded | None, supervisor: Supervisor, screen: Screen
+        self, settings: ServeSettings, valkeys: Sequence[embedded.Embedded], supervisor: Supervisor, screen: Screen
     ) -> None:
         self.settings = settings
-        self._valkey = valkey
+        self._valkeys = valkeys
         self._supervisor = supervisor
         self._screen = screen
         self._cores = machine.cores()
@@ -122,9 +126,11 @@ class Pool:
 
     async def up(self) -> None:
         """Start everything; returns when requests are answered and the banner is out. Raises PdqError."""
-        if self._valkey:
-            self._supervisor.start(self._valkey.program())
-            await self._or_failure(self._valkey.ready())
+        for valkey in self._valkeys:
+            self._supervisor.start(valkey.program())
+        for valkey in self._valkeys:
+            await self._or_failure(valkey.ready())
+        if self._valkeys:
             await asyncio.to_thread(forget_workers, self.settings)
         if self.settings.engine == "torch":
             self._screen.progress(f"looking for the model {self.settings.model}")
@@ -146,7 +152,8 @@ class Pool:
         patience = seconds + _MARGIN_SECONDS
         ended = [await self._supervisor.stop("gateway", patience)]
         ended += await asyncio.gather(*(self._supervisor.stop(w.name, patience) for w in self._workers))
-        ended += [await self._supervisor.stop("valkey", _VALKEY_SECONDS)]
+        names = [v.name for v in self._valkeys]
+        ended += await asyncio.gather(*(self._supervisor.stop(name, _VALKEY_SECONDS) for name in names))
         self._locks.cleanup()
         return all(ended)
 
@@ -255,6 +262,7 @@ def banner(settings: ServeSettings, model: dict[str, Any], cores: int) -> list[t
         ("model", str(model["id"])),
         ("context", f"{model.get('max_model_len', '?')} tokens"),
         ("Redis", settings.redis_url),
+        *([("KV blocks", settings.kv_url)] if settings.kv_url else []),
         ("workers", _worker_text(settings, cores)),
         ("try", curl),
     ]

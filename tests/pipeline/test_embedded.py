@@ -21,18 +21,22 @@ MEMORY = 64 * 2**20
 
 
 @asynccontextmanager
-async def running(cache: Path, pool: str = "p", port: int = 8000) -> AsyncIterator[tuple[Embedded, redis.Redis]]:
-    valkey = await prepare(cache, pool, port, MEMORY)
+async def running(
+    cache: Path, pool: str = "p", port: int = 8000, *, blocks: bool = False
+) -> AsyncIterator[tuple[Embedded, redis.Redis]]:
+    """The server for the queue, or the one for blocks."""
+    queue = await prepare(cache, pool, port, MEMORY)
+    valkey = queue.for_blocks(MEMORY) if blocks else queue
     supervisor = Supervisor(lambda name, line: None, Restarts(first=0.01, tries=3))
     supervisor.start(valkey.program())
     try:
         await first(valkey.ready(), supervisor.failed)
         with redis.Redis(port=valkey.port, decode_responses=True, socket_timeout=5) as client:
             yield valkey, client
-        assert await supervisor.stop("valkey", 10.0)
+        assert await supervisor.stop(valkey.name, 10.0)
     finally:
         await supervisor.kill()
-        valkey.release()
+        queue.release()
 
 
 async def first(ready: object, failed: asyncio.Future[object]) -> None:
@@ -204,3 +208,34 @@ async def test_without_any_server_program_the_extra_is_named(tmp_path: Path, mon
     ):
         valkey.program()
     valkey.release()
+
+
+async def test_blocks_are_saved_when_it_is_told_to_end_and_never_before(tmp_path: Path) -> None:
+    async with running(tmp_path, blocks=True) as (valkey, client):
+        assert valkey.folder == tmp_path / "valkey" / "p-8000" / "kv"
+        wanted = {"appendonly": "no", "maxmemory": str(MEMORY), "maxmemory-policy": "volatile-lru", "bind": "127.0.0.1"}
+        assert {name: client.config_get(name)[name] for name in wanted} == wanted
+        client.set("block", "x" * 1000, ex=100)
+        assert not (valkey.folder / "dump.rdb").exists()
+    async with running(tmp_path, blocks=True) as (_, client):
+        assert client.get("block") == "x" * 1000
+        assert client.ttl("block") > 90
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "head"])
+async def test_blocks_that_were_damaged_are_set_aside(tmp_path: Path, damage: str) -> None:
+    async with running(tmp_path, blocks=True) as (valkey, client):
+        client.set("block", "x" * 100_000)
+    file = valkey.folder / "dump.rdb"
+    data = bytearray(file.read_bytes())
+    match damage:
+        case "cut":
+            data = data[:50_000]
+        case "flip":
+            data[-20] ^= 255
+        case "head":
+            data[:9] = b"nonsense!"
+    file.write_bytes(data)
+    async with running(tmp_path, blocks=True) as (_, client):
+        assert client.dbsize() == 0
+    assert (valkey.folder / "dump.rdb.damaged").exists()

@@ -9,6 +9,7 @@ import pytest
 from pdq.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings
 from pdq.errors import ConfigError
 from pdq.serve import machine
+from pdq.serve.embedded import Embedded
 from pdq.serve.health import reachable, url
 from pdq.serve.run import Pool, banner, gateway_program, worker_programs, worker_threads
 from pdq.serve.screen import Screen
@@ -130,11 +131,12 @@ class FakeSupervisor:
 @pytest.mark.parametrize(("slow", "clean"), [("", True), ("decode-1", False), ("gateway", False), ("valkey", False)])
 async def test_all_is_taken_down_in_the_order_that_loses_nothing(slow: str, clean: bool) -> None:
     supervisor = FakeSupervisor(slow)
-    pool = Pool(settings(prefill=1, decode=2), None, supervisor, Screen())  # type: ignore[arg-type]
+    valkeys = [Embedded(Path(), 0, 1, 1), Embedded(Path(), 0, 1, 1, "valkey-kv")]
+    pool = Pool(settings(prefill=1, decode=2), valkeys, supervisor, Screen())  # type: ignore[arg-type]
     pool.start_programs()
     assert await pool.down(seconds=10.0) is clean
     names = [name for name, _ in supervisor.stopped]
-    assert names == ["gateway", "prefill-1", "decode-1", "decode-2", "valkey"]
+    assert names == ["gateway", "prefill-1", "decode-1", "decode-2", "valkey", "valkey-kv"]
     assert all(seconds > 10.0 for _, seconds in supervisor.stopped)  # more than the children's own drain
 
 
