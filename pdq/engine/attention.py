@@ -6,7 +6,8 @@ The function finds its step through a thread-local, since not every architecture
 in different threads do not meet. The modelling code makes no masks for an implementation whose name it does not know,
 so causality and windows follow from positions and the layout alone, here.
 
-Owns what each token may see. The arithmetic is in `kernels` and `products`; nothing here knows which model runs.
+Owns what each token may see. The arithmetic is in `kernels` and `products`, and in `compiled` for the single tokens of
+most models on CPUs; nothing here knows which model runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from pdq.engine import kernels, products
+from pdq.engine.compiled import Batch
 from pdq.engine.kv import LayerShape, TorchSlot
 
 IMPLEMENTATION = "pdq"
@@ -86,7 +88,7 @@ class Step:
     reads: which layer's KV each attention call sees, in the order of the calls; several may see the same. pieces:
     (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a slot get
     the positions from `slot.length` on; the lengths are not changed here. choice: where products are used instead of
-    the fused kernel.
+    the fused kernel. compiled: is the compiled kernel used for single tokens, where it can be?
     """
 
     is_compileable = False  # asked by transformers of every cache
@@ -97,6 +99,7 @@ class Step:
         reads: Sequence[int],
         pieces: Sequence[tuple[TorchSlot, int]],
         choice: products.Choice = _FUSED,
+        compiled: bool = False,
     ) -> None:
         self._layers = layers
         self._reads = iter(reads)
@@ -104,8 +107,12 @@ class Step:
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
-        self._written = _by_plane([slot.planes(slot.length, slot.length + n) for slot, n in pieces])
-        self._sights = {layer: self._sight(layer, pieces) for layer in dict.fromkeys(layers)}
+        self._pieces = pieces
+        self._batch = Batch([slot for slot, _ in pieces[: self._singles]]) if compiled and self._singles else None
+        self._in_batch = 0 if self._batch is None else self._singles
+        written = [slot.planes(slot.length, slot.length + n) for slot, n in pieces[self._in_batch :]]
+        self._written = _by_plane(written)
+        self._sights: dict[LayerShape, _Sight] = {}
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._biases: dict[tuple[int, kernels.Alibi], Tensor] = {}
         self._scratch = products.Scratch()
@@ -115,12 +122,17 @@ class Step:
 
         Of a derived layer all visible KV is returned, piece after piece, for the model to make heads of.
         """
-        torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key, self._counts, 2))
-        torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value, self._counts, 2))
+        n = self._in_batch
+        if self._batch is not None:
+            self._batch.write(layer_idx, key[:, :, :n], value[:, :, :n])
+        if self._written:
+            counts = self._counts[n:]
+            torch._foreach_copy_(self._written[2 * layer_idx], torch.split(key[:, :, n:], counts, 2))
+            torch._foreach_copy_(self._written[2 * layer_idx + 1], torch.split(value[:, :, n:], counts, 2))
         layer = self._layers[layer_idx]
         if not layer.derived:
             return key, value
-        planes = self._sights[layer].planes
+        planes = self._sight(layer).planes
         return torch.cat(planes[2 * layer_idx], 2), torch.cat(planes[2 * layer_idx + 1], 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -152,22 +164,32 @@ class Step:
         """The next attention call; `key` and `value` are in the slots already, unless the layer is a derived one."""
         index = next(self._reads)
         layer = self._layers[index]
-        sight = self._sights[layer]
-        keys, values = sight.planes[2 * index], sight.planes[2 * index + 1]
-        if layer.derived:
-            lengths = [end - first for first, end in sight.spans]
-            keys, values = torch.split(key, lengths, 2), torch.split(value, lengths, 2)
         scores = kernels.Scores(scaling, softcap, s_aux, alibi)
         n = self._singles
         outs = []
-        if n:
-            biases = [self._bias(i, span, alibi) for i, span in enumerate(sight.spans[:n])]
-            outs.append(kernels.decode(query[:, :, :n], keys[:n], values[:n], sight.seen, scores, biases))
+        if self._batch is not None and scores.plain and not layer.derived:
+            found = self._batch.attend(index, layer, query[:, :, :n], scaling)
+            outs += [] if found is None else [found]
+        if self._chunks or not outs:
+            keys, values = self._visible(index, key, value)
+            spans = self._sight(layer).spans
+        if n and not outs:
+            biases = [self._bias(i, span, alibi) for i, span in enumerate(spans[:n])]
+            seen = self._sight(layer).seen
+            outs.append(kernels.decode(query[:, :, :n], keys[:n], values[:n], seen, scores, biases))
         if self._chunks:
             for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
-                bias = self._bias(n + i, sight.spans[n + i], alibi)
+                bias = self._bias(n + i, spans[n + i], alibi)
                 outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer.window, scores, bias))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _visible(self, index: int, key: Tensor, value: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """K and V that each piece sees of layer `index`; of a derived layer they are in `key` and `value`."""
+        sight = self._sight(self._layers[index])
+        if not self._layers[index].derived:
+            return sight.planes[2 * index], sight.planes[2 * index + 1]
+        lengths = [end - first for first, end in sight.spans]
+        return torch.split(key, lengths, 2), torch.split(value, lengths, 2)
 
     def _chunk(
         self,
@@ -211,11 +233,16 @@ class Step:
             self._masks[i, window] = causal_mask(*self._chunks[i], window, key)
         return self._masks[i, window]
 
-    def _sight(self, layer: LayerShape, pieces: Sequence[tuple[TorchSlot, int]]) -> _Sight:
+    def _sight(self, layer: LayerShape) -> _Sight:
+        if layer not in self._sights:
+            self._sights[layer] = self._look(layer)
+        return self._sights[layer]
+
+    def _look(self, layer: LayerShape) -> _Sight:
         planes: list[list[Tensor]] = []
         seen: list[int | None] = []
-        spans = [(_first(slot.length, layer.window), slot.length + n) for slot, n in pieces]
-        for (slot, n), (first, end) in zip(pieces, spans, strict=True):
+        spans = [(_first(slot.length, layer.window), slot.length + n) for slot, n in self._pieces]
+        for (slot, n), (first, end) in zip(self._pieces, spans, strict=True):
             if n == 1 and not layer.derived and self._choice.single(layer.heads, end - first, layer.key_dim):
                 stop = min(slot.capacity, end + (first - end) % products.PADDING)
                 slot.clear(end, stop)

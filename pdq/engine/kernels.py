@@ -1,6 +1,6 @@
 """Attention over one piece's K and V where they lie, with grouped query heads: torch's fused kernel, or step by step.
 
-Pure functions of tensors. Called by `attention`; the faster kernels for some CPUs are in `products`.
+Pure functions of tensors, for any device. Called by `attention`; faster ones for CPUs are in `products` and `compiled`.
 """
 
 from __future__ import annotations

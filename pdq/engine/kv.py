@@ -82,6 +82,10 @@ class TorchSlot:
     def capacity(self) -> int:
         return self._capacity
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layout.dtype
+
     def release(self) -> bool:
         """Let the memory go. False if it was gone already."""
         was_open, self._groups = self._groups is not None, None
@@ -90,6 +94,13 @@ class TorchSlot:
     def planes(self, start: int, stop: int) -> list[torch.Tensor]:
         """Views of tokens [start, stop), `[1, kv_heads, stop - start, dim]` per plane."""
         return [plane for group in self._open_groups() for plane in group.narrow(3, start, stop - start).unbind(0)]
+
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where each plane begins. A plane is `[kv_heads, capacity, dim]`, contiguous."""
+        groups = self._open_groups()
+        return np.concatenate([
+            group.data_ptr() + np.arange(len(group)) * (group.stride(0) * group.itemsize) for group in groups
+        ])  # fmt: skip
 
     def clear(self, start: int, stop: int) -> None:
         """See to it that tokens [start, stop), beyond the length, are numbers: fresh memory may hold NaN."""

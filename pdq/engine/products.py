@@ -124,13 +124,13 @@ def trial(dtype: torch.dtype) -> Choice:
     mask = torch.zeros((n, visible), dtype=dtype)
     row, long = torch.ones((1, 4, 4, 64), dtype=dtype), torch.ones((1, 4, 4096, 64), dtype=dtype)
     return Choice(
-        chunks=_seconds(lambda: chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch))
-        < _seconds(lambda: fused(query, key, key, mask)),
-        singles=_seconds(lambda: single(row, long, long, 4095, None)) < _seconds(lambda: fused(row, long, long)),
+        chunks=seconds(lambda: chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch))
+        < seconds(lambda: fused(query, key, key, mask)),
+        singles=seconds(lambda: single(row, long, long, 4095, None)) < seconds(lambda: fused(row, long, long)),
     )
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object]) -> float:
     """Of the fastest of five runs."""
     times = []
     for _ in range(5):

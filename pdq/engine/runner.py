@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdq.engine import products
+from pdq.engine import compiled, products
 from pdq.engine.attention import Step
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.choice import choose
@@ -63,6 +63,7 @@ class TorchEngine:
         self.more_threads = 0
         self._set_threads()
         self._choice = products.trial(model.dtype) if model.device.type == "cpu" else products.Choice()
+        self._compiled = model.device.type == "cpu" and compiled.trial(model.dtype)
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self.spec = EngineSpec(
@@ -74,6 +75,8 @@ class TorchEngine:
             eos_ids=eos_ids,
             max_model_len=max_model_len,
         )
+        if self._compiled:
+            self._warm()
 
     def open(self, capacity: int) -> Slot:
         size = self._rounded(capacity)
@@ -147,11 +150,16 @@ class TorchEngine:
             last_row[i] = len(ids) - 1
         keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
         pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
-        step = Step(self._layout.layers, self._reads, pieces, self._choice)
+        step = Step(self._layout.layers, self._reads, pieces, self._choice, self._compiled)
         logits = self._forward(step, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
         return logits
+
+    def _warm(self) -> None:
+        """Attention is compiled for the shapes of this model now, not while a first request waits."""
+        with torch.inference_mode():
+            self._compute([Segment(TorchSlot(self._layout, 1, self._device), [0])])
 
     def _set_threads(self) -> None:
         """The number of threads is a setting of the calling thread."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdq.engine import kernels, products
+from pdq.engine import compiled, kernels, products
 from pdq.engine.attention import causal_mask
 from pdq.engine.base import Segment, Slot
 from pdq.engine.kv import TorchSlot
@@ -29,6 +29,7 @@ needs_packing = pytest.mark.skipif(not can_pack(), reason="this CPU or torch bui
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TorchEngine]:
     """Engines that use products everywhere, in blocks of 2 rows, padded to 4 tokens, over memory full of NaN."""
     monkeypatch.setattr(products, "trial", lambda dtype: products.Choice(chunks=True, singles=True))
+    monkeypatch.setattr(compiled, "trial", lambda dtype: False)
     smallest = {"_FEWEST_ROWS": 2, "_FEWEST_SCORES": 0, "_FEWEST_KEYS": 0}
     for name, value in (smallest | {"_ROW_STEP": 2, "_SCORE_BYTES": 1, "PADDING": 4}).items():
         monkeypatch.setattr(products, name, value)

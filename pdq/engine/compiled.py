@@ -1,0 +1,196 @@
+"""The decode backend for CPUs: KV writes and attention of all single tokens of a step, one native call a layer each.
+
+`flash` has the machine code; here are the tables that it reads, and its threads. Those are torch's own, from the same
+OpenMP pool: two pools would spin against each other for the cores. Every other case is left to `kernels`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdq.engine import flash, kernels
+from pdq.engine.flash import CALL_FIELDS, FIELDS, SPLIT, WRITE_CALL_FIELDS, WRITE_FIELDS, Shape
+from pdq.engine.kv import LayerShape, Layout, TorchSlot
+from pdq.engine.llvm import Code, Function
+from pdq.engine.products import seconds
+
+log = logging.getLogger(__name__)
+
+_Numbers = npt.NDArray[np.int64]
+_Job = ctypes.Array[ctypes.c_int64]
+_SERIAL_TOKENS = 512  # of all sequences and heads: with fewer, waking the other threads costs more than they save
+
+
+class Batch:
+    """Sequences with one new token each, at position `slot.length`; they stay as they are for one forward."""
+
+    def __init__(self, slots: Sequence[TorchSlot]) -> None:
+        self._slots = slots  # whose memory must not go away
+        self._dtype = slots[0].dtype
+        self._planes: _Numbers = np.stack([slot.addresses() for slot in slots], axis=1)
+        self._capacities: _Numbers = np.array([slot.capacity for slot in slots], dtype=np.int64)
+        self._ends: _Numbers = np.array([slot.length + 1 for slot in slots], dtype=np.int64)
+        self._first_plane = self._planes.ctypes.data
+        fixed = (len(slots), self._capacities.ctypes.data, self._ends.ctypes.data)
+        self._writing = _job(WRITE_FIELDS, WRITE_CALL_FIELDS, fixed)
+        self._threads = torch.get_num_threads()
+        self._plans: dict[tuple[Shape, int | None], _Plan] = {}
+
+    def write(self, index: int, key: Tensor, value: Tensor) -> None:
+        """Put the new K and V of layer `index`, `[1, kv_heads, pieces, dim]` each, into the slots."""
+        for plane, rows in ((2 * index, key), (2 * index + 1, value)):
+            if rows.dtype is not self._dtype or rows.stride(3) != 1:
+                rows = rows.to(self._dtype).contiguous()
+            size = rows.itemsize
+            _, heads, _, dim = rows.shape
+            _, from_head, from_piece, _ = rows.stride()
+            self._writing[: len(WRITE_CALL_FIELDS)] = [
+                *(self._plane(plane), rows.data_ptr()),
+                *(from_head * size, from_piece * size, heads, dim * size),
+            ]
+            _writer()(self._writing)
+
+    def _plane(self, plane: int) -> int:
+        """Address of the addresses of a plane, one per piece."""
+        return self._first_plane + plane * self._planes.strides[0]
+
+    def attend(self, index: int, layer: LayerShape, query: Tensor, scaling: float | None) -> Tensor | None:
+        """query `[1, heads, pieces, dim]` -> `[1, pieces, heads, value_dim]`; None: this kernel cannot do that shape.
+
+        What each sequence sees is its window of the layer, the new token included. scaling None: 1 / sqrt(dim).
+        """
+        _, heads, pieces, dim = query.shape
+        shape = Shape(query.dtype, heads // layer.heads, layer.heads, dim, layer.value_dim)
+        if not shape.supported or query.dtype != self._dtype:
+            return None
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        plan = self._plans.get((shape, layer.window))
+        if plan is None:
+            plan = _Plan(shape, layer.window, self._capacities, self._ends)
+            self._plans[shape, layer.window] = plan
+        out = torch.empty((1, pieces, heads, layer.value_dim), dtype=query.dtype)
+        plan.run(self._plane(2 * index), self._plane(2 * index + 1), query, out, scaling, self._threads)
+        return out
+
+
+class _Plan:
+    """What is the same for all layers of one shape and window: tables, and memory for results of splits."""
+
+    def __init__(self, shape: Shape, window: int | None, capacities: _Numbers, ends: _Numbers) -> None:
+        self._code = _attention(shape)
+        self._default_scaling = shape.key_dim**-0.5
+        firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        table = _items(ends - firsts, shape.kv_heads)
+        partial = np.empty(len(table) * shape.partial_floats, dtype=np.float32)
+        pending = np.zeros(len(ends) * shape.kv_heads, dtype=np.int64)
+        self._kept = (table, capacities, firsts, ends, partial, pending)
+        addresses = [array.ctypes.data for array in self._kept]
+        self._job = _job(FIELDS, CALL_FIELDS, (len(table), *addresses))
+        self._serial = int((ends - firsts).sum()) * shape.kv_heads < _SERIAL_TOKENS
+
+    def run(self, keys: int, values: int, query: Tensor, out: Tensor, scaling: float | None, threads: int) -> None:
+        """keys, values: where the addresses of the pieces' planes are."""
+        threads = 1 if self._serial else threads
+        scale = (self._default_scaling if scaling is None else scaling) * math.log2(math.e)
+        bits = int.from_bytes(struct.pack("<f", scale), "little")
+        size = query.itemsize
+        _, head, piece, _ = query.stride()
+        self._job[: len(CALL_FIELDS)] = [
+            *(0, threads, bits, keys, values),
+            *(query.data_ptr(), piece * size, head * size, out.data_ptr()),
+        ]
+        self._code(self._job, threads)
+
+
+def _job(fields: Sequence[str], per_call: Sequence[str], fixed: Sequence[int]) -> _Job:
+    """Memory for `fields`, of which the first ones are set at every call and the others are `fixed`."""
+    return (ctypes.c_int64 * len(fields))(*(0 for _ in per_call), *fixed)
+
+
+def _items(lengths: _Numbers, kv_heads: int) -> _Numbers:
+    """`[items, 4]`: piece, head, split and number of splits; the splits of a head are neighbours."""
+    splits = np.repeat(-(-lengths // SPLIT), kv_heads)
+    heads = np.arange(len(splits))
+    item_of = np.repeat(heads, splits)
+    split = np.arange(len(item_of)) - np.repeat(np.cumsum(splits) - splits, splits)
+    return np.stack([item_of // kv_heads, item_of % kv_heads, split, splits[item_of]], axis=1)
+
+
+class _Code:
+    """A function of `flash`, compiled, and the threads to run it."""
+
+    def __init__(self, name: str, function: Function) -> None:
+        self._code = Code([function])
+        self._address = self._code.address(name)
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._team = _openmp()
+
+    def __call__(self, job: _Job, threads: int = 1) -> None:
+        """Without the GIL. On one thread there is no parallel region."""
+        if threads == 1 or self._team is None:
+            self._call(job)
+        else:
+            self._team(self._address, job, threads, 0)
+
+
+@cache
+def _attention(shape: Shape) -> _Code:
+    return _Code("attend", flash.attend(shape))
+
+
+@cache
+def _writer() -> _Code:
+    return _Code("write", flash.write())
+
+
+@cache
+def _openmp() -> Callable[[int, _Job, int, int], None] | None:
+    """Runs a function on a number of threads of torch's pool: `GOMP_parallel`, which LLVM's OpenMP has as well.
+
+    torch loads its OpenMP for the whole process. None where there is none under that name; one thread works then.
+    """
+    try:
+        team = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    team.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    team.restype = None
+    found: Callable[[int, _Job, int, int], None] = team
+    return found
+
+
+@cache
+def trial(dtype: torch.dtype) -> bool:
+    """Is this backend to be used for `dtype` on this CPU: does it compile, and beat the others? Once, half a second."""
+    layer, tokens = LayerShape(3, 64, 64), 1024
+    if not Shape(dtype, 3, 3, 64, 64).supported:
+        return False
+    slot = TorchSlot(Layout((layer,), dtype), tokens, torch.device("cpu"))
+    planes = slot.planes(0, tokens)
+    for plane in planes:
+        plane.fill_(1)
+    slot.length = tokens - 1
+    query = torch.ones((1, 9, 1, 64), dtype=dtype)
+    batch = Batch([slot])
+    try:
+        ours = seconds(lambda: batch.attend(0, layer, query, None))
+    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
+        log.warning("attention cannot be compiled for this CPU: %s", e)
+        return False
+    key, value = planes
+
+    def other(seen: int | None) -> Callable[[], object]:
+        return lambda: kernels.decode(query, [key], [value], [seen], kernels.Scores(), [None])
+
+    return ours < min(seconds(other(None)), seconds(other(tokens)))

@@ -1,0 +1,339 @@
+"""The compiled attention of one new token per sequence over its KV: flash decoding (arXiv 2205.14135, 2311.01282).
+
+What is written here in `llvm`'s terms is, for each (sequence, kv head, `SPLIT` tokens), which any thread may take:
+scores of all query heads of the group, their maximum, the exponentials, and the weighted sum of V. So K and V are read
+once for all heads of a group, where they lie, and converted in registers. Whoever finishes the last split of a head
+brings the splits together. The splits depend on the sequence alone, and all sums have one order: neither the batch nor
+the number of threads changes a bit of the result.
+
+Products are summed in float32. Called by `compiled`, which lays out the memory that `FIELDS` and `WRITE_FIELDS` name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdq.engine.llvm import FLOATS, INTS, LANES, Function, Variable, floats, ints
+
+# Small enough for K and V of a split to stay in a core's cache, and for one long sequence to occupy all cores.
+SPLIT = 256
+# int64 each, what differs from call to call first. next: the next item to take. scale: of the scores times log2(e), the
+# bits of a float. query_piece, query_head: bytes from one to the next. Addresses: keys, values: of each piece's plane;
+# capacities: its tokens in a plane; firsts, ends: what it sees; table: piece, head, split, number of splits of an item.
+CALL_FIELDS = ("next", "threads", "scale", "keys", "values", "query", "query_piece", "query_head", "out")
+FIELDS = (*CALL_FIELDS, "items", "table", "capacities", "firsts", "ends", "partial", "pending")
+# source: address of the new rows. from_head, from_piece: bytes from one to the next. size: bytes of a row.
+WRITE_CALL_FIELDS = ("planes", "source", "from_head", "from_piece", "heads", "size")
+WRITE_FIELDS = (*WRITE_CALL_FIELDS, "pieces", "capacities", "ends")
+_TOKENS = 4  # at once: more make more streams of loads than a CPU's prefetcher follows
+_REGISTERS = 16  # for what is kept of a block of heads
+_PER_PIECE = ("keys", "values", "capacities", "firsts", "ends")
+_MOST_VECTORS = 128  # of all heads of a group; beyond that the code becomes long
+_NOTHING = "zeroinitializer"
+_LEAST = floats(-math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one attention: query heads per kv head and the sizes of a row of K and V. dtype: bfloat16 or float32."""
+
+    dtype: torch.dtype
+    group: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def supported(self) -> bool:
+        vectors = self.group * max(_vectors(self.dtype, dim) for dim in (self.key_dim, self.value_dim))
+        whole = all(dim * self.dtype.itemsize % 4 == 0 for dim in (self.key_dim, self.value_dim))
+        return self.dtype in (torch.bfloat16, torch.float32) and whole and vectors <= _MOST_VECTORS
+
+    @property
+    def partial_floats(self) -> int:
+        """Of one item: for each head of the group the sums, the maximum and the denominator."""
+        return self.group * (_vectors(self.dtype, self.value_dim) + 2) * LANES
+
+
+def _vectors(dtype: torch.dtype, dim: int) -> int:
+    """How many vectors hold a row."""
+    return -(-dim // 32) * 2 if dtype is torch.bfloat16 else -(-dim // LANES)
+
+
+class _Rows:
+    """Rows of `dim` numbers in memory, one after another, and as vectors of floats.
+
+    32 neighbours in bfloat16 are one vector of int32, and become two: the numbers at even places, whose bits are moved
+    up, and those at odd ones, which are there already. All rows are split alike, so products and sums do not care.
+    """
+
+    def __init__(self, f: Function, dtype: torch.dtype, dim: int) -> None:
+        self._f = f
+        self._half = dtype is torch.bfloat16
+        self.size = dim * dtype.itemsize
+        self.vectors = _vectors(dtype, dim)
+
+    def load(self, address: str) -> list[str]:
+        f, out = self._f, []
+        for start in range(0, self.size, 64):
+            x = self._words(f.at(address, start, "i8"), min(LANES, (self.size - start) // 4))
+            if self._half:
+                out += [f.two("shl", INTS, x, ints(16)), f.two("and", INTS, x, ints(-65536))]
+            else:
+                out.append(x)
+        return [f.cast(x, INTS, FLOATS) for x in out]
+
+    def store(self, vectors: Sequence[str], address: str) -> None:
+        f = self._f
+        words = [f.cast(v, FLOATS, INTS) for v in vectors]
+        if self._half:
+            words = [self._pair(even, odd) for even, odd in zip(words[::2], words[1::2], strict=True)]
+        for i, word in enumerate(words):
+            count = min(LANES, (self.size - 64 * i) // 4)
+            lanes = ", ".join(f"i32 {i}" for i in range(count))
+            few = f.op(f"shufflevector {INTS} {word}, {INTS} poison, <{count} x i32> <{lanes}>")
+            f.do(f"store <{count} x i32> {few}, ptr {f.at(address, 64 * i, 'i8')}, align 2")
+
+    def _words(self, address: str, count: int) -> str:
+        """The first `count` lanes from memory, the others zero."""
+        kind = f"<{count} x i32>"
+        lanes = ", ".join(f"i32 {min(i, count)}" for i in range(LANES))
+        found = self._f.op(f"load {kind}, ptr {address}, align 2")
+        return self._f.op(f"shufflevector {kind} {found}, {kind} {_NOTHING}, {INTS} <{lanes}>")
+
+    def _pair(self, even: str, odd: str) -> str:
+        """Two vectors of floats as 32 bfloat16, rounded to nearest, ties to even."""
+        f, rounded = self._f, []
+        for bits in (even, odd):
+            last = f.two("and", INTS, f.two("lshr", INTS, bits, ints(16)), ints(1))
+            rounded.append(f.two("add", INTS, f.two("add", INTS, bits, ints(0x7FFF)), last))
+        low = f.two("lshr", INTS, rounded[0], ints(16))
+        return f.two("or", INTS, low, f.two("and", INTS, rounded[1], ints(-65536)))
+
+
+class _Item:
+    """What one taken item works on. Numbers and addresses, as names."""
+
+    def __init__(self, f: Function, job: dict[str, str], number: str, shape: Shape, key: _Rows, value: _Rows) -> None:
+        self.number = number
+        row = f.at(f.pointer(job["table"]), f.times(number, 4), "i64")
+        self.piece, self.head, self.split, self.splits = (f.number(row, i) for i in range(4))
+        of = {name: f.number(f.pointer(job[name]), self.piece) for name in _PER_PIECE}
+        first = f.add(of["firsts"], f.times(self.split, SPLIT))
+        self.tokens = f.least(f.two("sub", "i64", of["ends"], first), SPLIT)
+        before = f.add(f.times(self.head, of["capacities"]), first)
+        self.key = f.pointer(f.add(of["keys"], f.times(before, key.size)))
+        self.value = f.pointer(f.add(of["values"], f.times(before, value.size)))
+        self.first_head = f.times(f.add(f.times(self.piece, shape.kv_heads), self.head), shape.group)
+
+
+class _Attend:
+    """Writes the function that takes items until there are no more."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.f = f = Function("attend")
+        self._shape = shape
+        self._key, self._value = _Rows(f, shape.dtype, shape.key_dim), _Rows(f, shape.dtype, shape.value_dim)
+        self._stride = shape.partial_floats // shape.group
+        self._scores = f.room("float", shape.group * SPLIT)
+        self._query = f.room("float", shape.group * self._key.vectors * LANES)
+        self._job = {name: f.number("%job", i) for i, name in enumerate(FIELDS) if i}
+        with f.taking("%job", self._job["items"]) as number:
+            item = _Item(f, self._job, number, shape, self._key, self._value)
+            self._load_query(item)
+            self._score(item)
+            tops = self._tops(item)
+            sums = self._weigh(item, tops)
+            part = f.at(f.pointer(self._job["partial"]), f.times(number, shape.partial_floats), "float")
+            for g in range(shape.group):
+                f.store(FLOATS, tops[g], self._of(part, g, self._value.vectors))
+                f.store(FLOATS, sums[g], self._of(part, g, self._value.vectors + 1))
+            self._add_values(item, self._following(item).key, part)
+            self._finish(item)
+
+    def _following(self, item: _Item) -> _Item:
+        """What this thread takes next, if all are equally fast."""
+        f = self.f
+        number = f.least(f.add(item.number, self._job["threads"]), f.add(self._job["items"], -1))
+        return _Item(f, self._job, number, self._shape, self._key, self._value)
+
+    def _of(self, part: str, head: int, vector: int) -> str:
+        """A vector of a partial result."""
+        return self.f.at(part, head * self._stride + vector * LANES, "float")
+
+    def _blocks(self, vectors: int) -> list[range]:
+        """The heads of the group, as many at once as registers allow."""
+        size, group = max(1, _REGISTERS // vectors), self._shape.group
+        return [range(start, min(group, start + size)) for start in range(0, group, size)]
+
+    def _load_query(self, item: _Item) -> None:
+        f, job = self.f, self._job
+        scale = f.spread(f.cast(f.op(f"trunc i64 {job['scale']} to i32"), "i32", "float"))
+        head = f.times(f.times(item.head, self._shape.group), job["query_head"])
+        at = f.add(f.times(item.piece, job["query_piece"]), head)
+        for g in range(self._shape.group):
+            row = self._key.load(f.at(f.pointer(job["query"]), f.add(at, f.times(job["query_head"], g)), "i8"))
+            for j, vector in enumerate(row):
+                f.store(FLOATS, f.two("fmul", FLOATS, vector, scale), self._query_at(g, j))
+
+    def _query_at(self, head: int, vector: int) -> str:
+        return self.f.at(self._query, head * self._key.vectors + vector, FLOATS)
+
+    def _score_at(self, head: int, token: str) -> str:
+        return self.f.at(self._scores, self.f.add(token, head * SPLIT), "float")
+
+    def _row(self, base: str, rows: _Rows, item: _Item, token: str) -> list[str]:
+        """Row `token`, or the last one there is: memory beyond may not be ours."""
+        f = self.f
+        return rows.load(f.at(base, f.times(f.least(token, f.add(item.tokens, -1)), rows.size), "i8"))
+
+    def _score(self, item: _Item) -> None:
+        f = self.f
+        with f.loop(item.tokens, _TOKENS) as start:
+            self._fetch(item.value, self._value, start)
+            for heads in self._blocks(self._key.vectors):
+                queries = [[f.load(FLOATS, self._query_at(g, j)) for j in range(self._key.vectors)] for g in heads]
+
+                def products(t: int, queries: list[list[str]] = queries, start: str = start) -> list[str]:
+                    row = self._row(item.key, self._key, item, f.add(start, t))
+                    return [_dot(f, row, query) for query in queries]
+
+                for g, found in zip(heads, _summed(f, products, 0, _TOKENS), strict=True):
+                    f.do(f"store <{_TOKENS} x float> {found}, ptr {self._score_at(g, start)}, align 4")
+
+    def _tops(self, item: _Item) -> list[str]:
+        """The largest score of each head, in all lanes. Scores of tokens that are not there become -inf."""
+        f = self.f
+        tops = [f.variable(_LEAST) for _ in range(self._shape.group)]
+        with f.loop(item.tokens, LANES) as start:
+            there = f.lanes_below(f.two("sub", "i64", item.tokens, start))
+            for g, top in enumerate(tops):
+                at = self._score_at(g, start)
+                score = f.choose(there, f.load(FLOATS, at), _LEAST)
+                f.store(FLOATS, score, at)
+                top.set(f.larger(score, top.get()))
+        return [f.fold(top.get(), f.larger) for top in tops]
+
+    def _weigh(self, item: _Item, tops: Sequence[str]) -> list[str]:
+        """Scores become weights; their sum for each head, in all lanes."""
+        f = self.f
+        sums = [f.variable(_NOTHING) for _ in tops]
+        with f.loop(item.tokens, LANES) as start:
+            for g, (top, total) in enumerate(zip(tops, sums, strict=True)):
+                at = self._score_at(g, start)
+                weight = f.exp2(f.two("fsub", FLOATS, f.load(FLOATS, at), top))
+                f.store(FLOATS, weight, at)
+                total.set(f.plus(total.get(), weight))
+        return [f.fold(total.get(), f.plus) for total in sums]
+
+    def _fetch(self, base: str, rows: _Rows, start: str) -> None:
+        """Memory is read while there is arithmetic to do: V during the scores, the next K during the sums of V."""
+        for t in range(_TOKENS):
+            self.f.prefetch(self.f.at(base, self.f.times(self.f.add(start, t), rows.size), "i8"), rows.size)
+
+    def _add_values(self, item: _Item, next_key: str, part: str) -> None:
+        f = self.f
+        for heads in self._blocks(self._value.vectors):
+            sums = {g: [f.variable(_NOTHING) for _ in range(self._value.vectors)] for g in heads}
+            with f.loop(item.tokens, _TOKENS) as start:
+                if heads[0] == 0:
+                    self._fetch(next_key, self._key, start)
+                for t in range(_TOKENS):
+                    token = f.add(start, t)
+                    row = self._row(item.value, self._value, item, token)
+                    for g in heads:
+                        _add_row(f, sums[g], f.spread(f.load("float", self._score_at(g, token))), row)
+            for g in heads:
+                for j, total in enumerate(sums[g]):
+                    f.store(FLOATS, total.get(), self._of(part, g, j))
+
+    def _finish(self, item: _Item) -> None:
+        """The last one to come brings the splits of a head together."""
+        f, shape = self.f, self._shape
+        place = f.add(f.times(item.piece, shape.kv_heads), item.head)
+        arrived = f.at(f.pointer(self._job["pending"]), place, "i64")
+        before = f.op(f"atomicrmw add ptr {arrived}, i64 1 acq_rel")
+        with f.when(f.two("icmp eq", "i64", f.add(before, 1), item.splits)):
+            f.store("i64", "0", arrived)
+            first = f.times(f.two("sub", "i64", item.number, item.split), shape.partial_floats)
+            parts = f.at(f.pointer(self._job["partial"]), first, "float")
+            for g in range(shape.group):
+                out = f.times(f.add(item.first_head, g), self._value.size)
+                row = self._joined(parts, item.splits, g)
+                self._value.store(row, f.at(f.pointer(self._job["out"]), out, "i8"))
+
+    def _joined(self, parts: str, splits: str, head: int) -> list[str]:
+        f, vectors = self.f, self._value.vectors
+
+        def part(split: str, vector: int) -> str:
+            base = f.at(parts, f.times(split, self._shape.partial_floats), "float")
+            return f.load(FLOATS, self._of(base, head, vector))
+
+        top = f.variable(_LEAST)
+        with f.loop(splits) as split:
+            top.set(f.larger(part(split, vectors), top.get()))
+        sums = [f.variable(_NOTHING) for _ in range(vectors)]
+        total = f.variable(_NOTHING)
+        with f.loop(splits) as split:
+            weight = f.exp2(f.two("fsub", FLOATS, part(split, vectors), top.get()))
+            _add_row(f, sums, weight, [part(split, j) for j in range(vectors)])
+            _add_row(f, [total], weight, [part(split, vectors + 1)])
+        return [f.two("fdiv", FLOATS, x.get(), total.get()) for x in sums]
+
+
+def attend(shape: Shape) -> Function:
+    """A function over the memory that FIELDS describe; any number of threads may call it with the same."""
+    return _Attend(shape).f
+
+
+def write() -> Function:
+    """A function that copies one new row per piece and head to the end of its plane; see WRITE_FIELDS."""
+    f = Function("write")
+    job = {name: f.number("%job", i) for i, name in enumerate(WRITE_FIELDS)}
+    planes, capacities, ends = (f.pointer(job[name]) for name in ("planes", "capacities", "ends"))
+    with f.loop(job["pieces"]) as piece:
+        plane, capacity, end = (f.number(of, piece) for of in (planes, capacities, ends))
+        with f.loop(job["heads"]) as head:
+            to = f.times(f.add(f.times(head, capacity), end, -1), job["size"])
+            source = f.add(f.times(piece, job["from_piece"]), f.times(head, job["from_head"]))
+            f.copy(f.at(f.pointer(plane), to, "i8"), f.at(f.pointer(job["source"]), source, "i8"), job["size"])
+    return f
+
+
+def _dot(f: Function, a: Sequence[str], b: Sequence[str]) -> str:
+    """Lanes still to be summed."""
+    total = f.two("fmul", FLOATS, a[0], b[0])
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = f.fma(x, y, total)
+    return total
+
+
+def _add_row(f: Function, sums: Sequence[Variable], weight: str, row: Sequence[str]) -> None:
+    for total, x in zip(sums, row, strict=True):
+        total.set(f.fma(weight, x, total.get()))
+
+
+def _summed(f: Function, products: Callable[[int], list[str]], first: int, count: int) -> list[str]:
+    """For each of the vectors that `products(token)` makes, one of `count` floats: each token's lanes summed."""
+    out = []
+    for vector in _halved(f, products, first, count):
+        width = LANES // count
+        while (width := width // 2) > 0:
+            vector = f.plus(vector, f.shuffle(vector, "poison", [i ^ width for i in range(LANES)]))
+        lanes = ", ".join(f"i32 {i * LANES // count}" for i in range(count))
+        out.append(f.op(f"shufflevector {FLOATS} {vector}, {FLOATS} poison, <{count} x i32> <{lanes}>"))
+    return out
+
+
+def _halved(f: Function, products: Callable[[int], list[str]], first: int, count: int) -> list[str]:
+    """Tokens side by side in one vector, each with its lanes summed to LANES / count."""
+    if count == 1:
+        return products(first)
+    half, width = count // 2, LANES // count
+    pairs = zip(_halved(f, products, first, half), _halved(f, products, first + half, half), strict=True)
+    lanes = [token * 2 * width + i for token in range(count) for i in range(width)]
+    return [f.plus(f.shuffle(a, b, lanes), f.shuffle(a, b, [i + width for i in lanes])) for a, b in pairs]

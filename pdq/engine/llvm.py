@@ -1,0 +1,260 @@
+"""Machine code at run time: a function is written as lines of LLVM IR over vectors of 16 floats, and compiled.
+
+LLVM turns the 16 lanes into whatever registers the CPU has. Knows nothing of attention; `flash` writes with it, and
+`compiled` calls what comes out. Floats keep their order of addition: nothing here may be reassociated.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import llvmlite.binding as llvm
+
+LANES = 16
+FLOATS = "<16 x float>"
+INTS = "<16 x i32>"
+_BITS = "<16 x i1>"
+_PLACES = "<16 x i64>"
+_DECLARATIONS = """
+declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare i64 @llvm.smin.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+"""
+
+
+class Function:
+    """A function of one pointer, `%job`, that is being written. Values are SSA names or literals, as text."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rooms: list[str] = []
+        self._lines: list[str] = []
+        self._names = 0
+
+    @property
+    def text(self) -> str:
+        return "\n".join(
+            [f"define void @{self._name}(ptr %job) {{", "entry:", *self._rooms, *self._lines, "  ret void", "}"]
+        )
+
+    def do(self, line: str) -> None:
+        self._lines.append("  " + line)
+
+    def op(self, line: str) -> str:
+        """The name of what `line` computes."""
+        name = "%" + self._fresh("v")
+        self.do(f"{name} = {line}")
+        return name
+
+    def two(self, op: str, kind: str, a: str | int, b: str | int) -> str:
+        return self.op(f"{op} {kind} {a}, {b}")
+
+    def add(self, *terms: str | int) -> str:
+        total = str(terms[0])
+        for term in terms[1:]:
+            total = self.two("add", "i64", total, term)
+        return total
+
+    def times(self, a: str | int, b: str | int) -> str:
+        return self.two("mul", "i64", a, b)
+
+    def least(self, a: str | int, b: str | int) -> str:
+        return self.op(f"call i64 @llvm.smin.i64(i64 {a}, i64 {b})")
+
+    def at(self, base: str, index: str | int, kind: str) -> str:
+        """Address of element `index`."""
+        return self.op(f"getelementptr {kind}, ptr {base}, i64 {index}")
+
+    def load(self, kind: str, address: str) -> str:
+        return self.op(f"load {kind}, ptr {address}, align {_align(kind)}")
+
+    def store(self, kind: str, value: str, address: str) -> None:
+        self.do(f"store {kind} {value}, ptr {address}, align {_align(kind)}")
+
+    def number(self, base: str, index: str | int) -> str:
+        """Element `index` of an array of i64."""
+        return self.load("i64", self.at(base, index, "i64"))
+
+    def pointer(self, number: str) -> str:
+        return self.op(f"inttoptr i64 {number} to ptr")
+
+    def cast(self, value: str, kind: str, to: str) -> str:
+        return self.op(f"bitcast {kind} {value} to {to}")
+
+    def room(self, kind: str, count: int = 1) -> str:
+        """Address of `count` values on the stack; single ones become registers."""
+        name = "%" + self._fresh("m")
+        self._rooms.append(f"  {name} = alloca {kind}, i64 {count}, align 64")
+        return name
+
+    def variable(self, value: str) -> Variable:
+        return Variable(self, value)
+
+    def spread(self, scalar: str) -> str:
+        """A float in all lanes."""
+        one = self.op(f"insertelement {FLOATS} poison, float {scalar}, i32 0")
+        return self.op(f"shufflevector {FLOATS} {one}, {FLOATS} poison, {INTS} zeroinitializer")
+
+    def shuffle(self, a: str, b: str, lanes: Sequence[int]) -> str:
+        return self.op(f"shufflevector {FLOATS} {a}, {FLOATS} {b}, {INTS} <{', '.join(f'i32 {i}' for i in lanes)}>")
+
+    def lanes_below(self, count: str) -> str:
+        """A mask of the first `count` lanes; none if it is not positive."""
+        one = self.op(f"insertelement {_PLACES} poison, i64 {count}, i32 0")
+        counts = self.op(f"shufflevector {_PLACES} {one}, {_PLACES} poison, {INTS} zeroinitializer")
+        return self.two("icmp slt", _PLACES, f"<{', '.join(f'i64 {i}' for i in range(LANES))}>", counts)
+
+    def prefetch(self, address: str, size: int) -> None:
+        """Ask for `size` bytes that will be read soon. Any address will do."""
+        for start in range(0, size, 64):
+            line = self.at(address, start, "i8")
+            self.do(f"call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 3, i32 1)")
+
+    def copy(self, to: str, source: str, size: str) -> None:
+        self.do(f"call void @llvm.memcpy.p0.p0.i64(ptr {to}, ptr {source}, i64 {size}, i1 false)")
+
+    def fma(self, a: str, b: str, c: str) -> str:
+        return self.op(f"call {FLOATS} @llvm.fmuladd.v16f32({FLOATS} {a}, {FLOATS} {b}, {FLOATS} {c})")
+
+    def choose(self, mask: str, a: str, b: str) -> str:
+        return self.op(f"select {_BITS} {mask}, {FLOATS} {a}, {FLOATS} {b}")
+
+    def plus(self, a: str, b: str) -> str:
+        return self.two("fadd", FLOATS, a, b)
+
+    def larger(self, a: str, b: str) -> str:
+        """Of each lane; `b` where `a` is not a number."""
+        return self.choose(self.two("fcmp ogt", FLOATS, a, b), a, b)
+
+    def fold(self, vector: str, by: Callable[[str, str], str]) -> str:
+        """All lanes brought together, in every lane."""
+        for step in (8, 4, 2, 1):
+            vector = by(vector, self.shuffle(vector, "poison", [i ^ step for i in range(LANES)]))
+        return vector
+
+    def exp2(self, x: str) -> str:
+        """2^x for x <= 0, within 1e-7 of it; 0 below -127, and what is not a number stays so.
+
+        Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits, ready to become an exponent; the
+        rest is a Taylor series.
+        """
+        x = self.choose(self.two("fcmp olt", FLOATS, x, floats(-127.0)), floats(-127.0), x)
+        shifted = self.plus(x, floats(_ROUND))
+        rest = self.two("fsub", FLOATS, x, self.two("fsub", FLOATS, shifted, floats(_ROUND)))
+        power = floats(_SERIES[-1])
+        for c in _SERIES[-2::-1]:
+            power = self.fma(power, rest, floats(c))
+        exponent = self.two("add", INTS, self.cast(shifted, FLOATS, INTS), ints(127))
+        scale = self.cast(self.two("shl", INTS, exponent, ints(23)), INTS, FLOATS)
+        return self.two("fmul", FLOATS, power, scale)
+
+    @contextmanager
+    def loop(self, stop: str | int, step: int = 1) -> Iterator[str]:
+        """for i in range(0, stop, step)"""
+        at, name = self.room("i64"), self._fresh("loop")
+        self.store("i64", "0", at)
+        self.do(f"br label %{name}")
+        self._label(name)
+        i = self.load("i64", at)
+        self.do(f"br i1 {self.two('icmp slt', 'i64', i, stop)}, label %{name}.body, label %{name}.end")
+        self._label(f"{name}.body")
+        yield i
+        self.store("i64", self.add(i, step), at)
+        self.do(f"br label %{name}")
+        self._label(f"{name}.end")
+
+    @contextmanager
+    def when(self, condition: str) -> Iterator[None]:
+        name = self._fresh("if")
+        self.do(f"br i1 {condition}, label %{name}, label %{name}.end")
+        self._label(name)
+        yield
+        self.do(f"br label %{name}.end")
+        self._label(f"{name}.end")
+
+    @contextmanager
+    def taking(self, counter: str, stop: str) -> Iterator[str]:
+        """Numbers below `stop`, each taken by one thread only, from `counter` on."""
+        name = self._fresh("take")
+        self.do(f"br label %{name}")
+        self._label(name)
+        i = self.op(f"atomicrmw add ptr {counter}, i64 1 monotonic")
+        self.do(f"br i1 {self.two('icmp slt', 'i64', i, stop)}, label %{name}.body, label %{name}.end")
+        self._label(f"{name}.body")
+        yield i
+        self.do(f"br label %{name}")
+        self._label(f"{name}.end")
+
+    def _fresh(self, kind: str) -> str:
+        self._names += 1
+        return f"{kind}{self._names}"
+
+    def _label(self, name: str) -> None:
+        self._lines.append(f"{name}:")
+
+
+class Variable:
+    """A vector that changes."""
+
+    def __init__(self, function: Function, value: str) -> None:
+        self._function = function
+        self._at = function.room(FLOATS)
+        self.set(value)
+
+    def set(self, value: str) -> None:
+        self._function.store(FLOATS, value, self._at)
+
+    def get(self) -> str:
+        return self._function.load(FLOATS, self._at)
+
+
+_ROUND = 1.5 * 2.0**23
+_SERIES = tuple(math.log(2) ** i / math.factorial(i) for i in range(7))
+
+
+def floats(x: float) -> str:
+    """A constant in all lanes. IR has floats as the bits of the equal double."""
+    (single,) = struct.unpack("<f", struct.pack("<f", x))
+    bits = struct.unpack("<Q", struct.pack("<d", single))[0]
+    return f"<{', '.join([f'float 0x{bits:016X}'] * LANES)}>"
+
+
+def ints(x: int) -> str:
+    return f"<{', '.join([f'i32 {x}'] * LANES)}>"
+
+
+class Code:
+    """Compiled functions. They live as long as this does; `address` is where one begins."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        """Takes tenths of a second. Raises RuntimeError where LLVM cannot compile for this machine."""
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
+        )
+        module = llvm.parse_assembly("\n".join([_DECLARATIONS, *(f.text for f in functions)]))
+        module.verify()
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_vectorization = tuning.slp_vectorization = False  # everything is a vector already
+        builder = llvm.create_pass_builder(machine, tuning)
+        builder.getModulePassManager().run(module, builder)
+        self._engine = llvm.create_mcjit_compiler(module, machine)
+        self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        return int(self._engine.get_function_address(name))
+
+
+def _features() -> str:
+    """What the CPU can do, in LLVM's words. By itself LLVM uses half of a 512-bit register, on account of old CPUs."""
+    found = llvm.get_host_cpu_features()
+    return str(found.flatten()) + (",-prefer-256-bit" if found.get("avx512f") else "")
+
+
+def _align(kind: str) -> int:
+    return 8 if kind == "i64" else 4
