@@ -28,10 +28,11 @@ from redis.retry import Retry
 
 from pdq.cluster import SLOTS, Address, AsyncFollowing, AsyncFollowingTLS, Cluster, Following, FollowingTLS, Home, Nodes
 from pdq.errors import ConfigError
+from pdq.one_connection import OneConnection
 
 log = logging.getLogger(__name__)
 
-AsyncRedis = aredis.Redis
+AsyncRedis = OneConnection
 SyncRedis = redis.Redis
 RedisError = redis.RedisError
 
@@ -42,6 +43,7 @@ BULK_TIMEOUT = 10.0  # without a byte moving
 BLOCK_SECONDS = 5.0  # longest wait of a blocking read; its socket timeout is above it by
 BLOCK_MARGIN = 5.0
 POOL_WAIT = 5.0
+PATIENCE = 0.05  # with a silent connection, by those who give up waiting
 
 # A retry connects anew. After READONLY too: the master has become a replica, and only a new connection can find the
 # new master behind the same address.
@@ -81,14 +83,15 @@ def _backoff() -> ExponentialWithJitterBackoff:
 
 
 def command(url: str, connections: int = 16, home: str = "") -> AsyncRedis:
-    """Short commands and scripts. Callers over `connections` at once wait for a connection instead of failing."""
+    """Short commands and scripts, on one connection; `connections` bounds those of pipelines, which wait for one."""
     retry = _AsyncRetry(_backoff(), 2, supported_errors=_RETRIED)
-    return _asyncio(url, COMMAND_TIMEOUT, retry, connections, home)
+    return _asyncio(url, COMMAND_TIMEOUT, retry, connections, home, PATIENCE)
 
 
 def blocking(url: str, home: str = "") -> AsyncRedis:
     """One connection for reads that wait on the server."""
-    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED), 1, home)
+    retry = _AsyncRetry(NoBackoff(), 0, supported_errors=_RETRIED)
+    return _asyncio(url, BLOCK_SECONDS + BLOCK_MARGIN, retry, 1, home, 0.0)
 
 
 def bulk(url: str, connections: int, **transport: Any) -> SyncRedis:
@@ -175,7 +178,7 @@ def _following(url: str, home: str, plain: type, tls: type) -> tuple[str, dict[s
     }
 
 
-def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int, home: str) -> AsyncRedis:
+def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int, home: str, patience: float) -> AsyncRedis:
     url, more = _following(url, home, AsyncFollowing, AsyncFollowingTLS)
     try:
         pool = aredis.BlockingConnectionPool.from_url(
@@ -189,7 +192,7 @@ def _asyncio(url: str, timeout: float, retry: AsyncRetry, connections: int, home
         )
     except ValueError as e:
         raise ConfigError(f"redis_url: {e}") from e
-    return aredis.Redis.from_pool(pool)
+    return OneConnection(pool, retry, timeout, patience)
 
 
 def _threads(url: str, timeout: float, retry: Retry, connections: int, home: str = "", **transport: Any) -> SyncRedis:

@@ -5,7 +5,6 @@ Loads torch (through the engine) only when a torch engine is asked for.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from pdq import event_loop
 from pdq.config import WorkerSettings
 from pdq.cores import Cores, OwnCores, SharedCores
 from pdq.engine.base import Engine, Segment
@@ -56,7 +56,7 @@ def run_program(stage: str, settings_class: type[S], build: Callable[[S, Parts],
     try:
         settings = settings_class.load()
         served, engine, tokenizer = _load(settings)
-        asyncio.run(_work(stage, settings, served, engine, tokenizer, build))
+        event_loop.run(_work(stage, settings, served, engine, tokenizer, build))
     except (ConfigError, ModelUnsupported) as e:
         log.error("%s", e)
         sys.exit(2)

@@ -1,8 +1,8 @@
 """Reads many reply streams over one connection, and wakes whoever waits for each.
 
-One task blocks in a single XREAD over all open streams plus a private wake stream, to which a line is added when the
-set of streams changes. A reader starts after any position and sees every later event once, in order: entry ids are
-`0-<tokens visible>` and the terminal `1-0`. No torch, no aiohttp.
+One task blocks in a single XREAD over all open streams plus a private wake stream, to which a line is added when a
+stream has been opened and the read does not end by itself. A reader starts after any position and sees every later
+event once, in order: entry ids are `0-<tokens visible>` and the terminal `1-0`. No torch, no aiohttp.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 READ_COUNT = 256  # events of one stream in one reply: a late reader of a long answer must not get it all at once
 OUTAGE_SECONDS = 15.0  # Redis away for longer ends the waiting with Unavailable
 SHORT_SECONDS = 2.0  # for commands that must not hold up anybody
+WAKE_SECONDS = 0.0005  # in which a read may end by itself; a first event takes longer
+MANY = 8  # open streams, from which on events are let gather: a read costs all sides something for each stream
+GATHER_SECONDS = 0.001
 _WAKE_TTL_MS = 3_600_000
 
 
@@ -74,6 +77,9 @@ class ReplyHub:
         self._wake_id = "0-0"
         self._task: asyncio.Task[None] | None = None
         self._reading = False
+        self._reads = 0  # the latest one
+        self._woken = 0  # the latest one that is to be ended
+        self._wakes: set[asyncio.Task[None]] = set()
         self._outage: float | None = None  # since when
         self.away = False  # does Redis not answer now?
 
@@ -84,8 +90,9 @@ class ReplyHub:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._pump(), name="pdq-replies")
             self._task.add_done_callback(self._on_end)
-        elif self._reading:
-            await self._wake()
+        elif self._reading and self._woken < self._reads:
+            self._woken = self._reads
+            asyncio.get_running_loop().call_later(WAKE_SECONDS, self._wake_from, self._reads)
         return sub
 
     def forget(self, sub: Subscription) -> None:
@@ -97,20 +104,23 @@ class ReplyHub:
             self._open.pop(key, None)
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            await cancelled([self._task])
+        await cancelled([*self._wakes, *([] if self._task is None else [self._task])])
         with suppress(RedisError, TimeoutError):
             async with asyncio.timeout(SHORT_SECONDS):
                 await self._redis.delete(self._wake_key)
 
+    def _wake_from(self, read: int) -> None:
+        if self._reading and self._reads == read:  # else a later one has all streams that were open then
+            task = asyncio.create_task(self._wake(), name="pdq-wake")
+            self._wakes.add(task)
+            task.add_done_callback(self._wakes.discard)
+
     async def _wake(self) -> None:
         """End the current XREAD. The stream keeps the line, so it is seen also by a read that starts only now."""
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.xadd(self._wake_key, {"w": "1"}, maxlen=1, approximate=False)
-        pipe.pexpire(self._wake_key, _WAKE_TTL_MS)
+        line = ("XADD", self._wake_key, "MAXLEN", 1, "*", "w", "1")
         try:
             async with asyncio.timeout(SHORT_SECONDS):
-                await pipe.execute()
+                await self._redis.execute_many([line, ("PEXPIRE", self._wake_key, _WAKE_TTL_MS)])
         except (RedisError, TimeoutError) as e:
             log.warning("cannot wake the reply reader: %s", e)  # it looks again after BLOCK_SECONDS at the latest
 
@@ -130,6 +140,8 @@ class ReplyHub:
             self._outage, delay = None, 0.05
             for stream, entries in reply or []:
                 self._deliver(stream.decode(), entries)
+            if len(self._open) > MANY:
+                await asyncio.sleep(GATHER_SECONDS)
 
     async def _probe(self) -> None:
         """Is the outage over? A blocking read takes longer to find out, if it is one of those that get no answer."""
@@ -139,9 +151,12 @@ class ReplyHub:
 
     async def _read(self) -> Any:
         # Several readers of one request may stand at different places; read from the earliest, deliver what is new.
-        streams = {key: min((s.last_id for s in subs), key=_order) for key, subs in self._open.items()}
+        streams = {
+            key: subs[0].last_id if len(subs) == 1 else min((s.last_id for s in subs), key=_order)
+            for key, subs in self._open.items()
+        }
         streams[self._wake_key] = self._wake_id
-        self._reading = True
+        self._reading, self._reads = True, self._reads + 1
         try:
             return await self._waiting.xread(
                 streams,  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Protocol
 
-from redis.exceptions import NoScriptError, ReadOnlyError
+from redis.exceptions import NoScriptError
 
 from pdq.connection import AsyncRedis, SyncRedis
 
@@ -37,25 +37,25 @@ class Call:
     keys: Sequence[str]
     args: Sequence[Arg]
 
-    def _evalsha(self) -> tuple[Any, ...]:
+    def evalsha(self) -> tuple[Any, ...]:
         return (self.script.sha, len(self.keys), *self.keys, *self.args)
 
-    def _eval(self) -> tuple[Any, ...]:
+    def eval(self) -> tuple[Any, ...]:
         return (self.script.text, len(self.keys), *self.keys, *self.args)
 
     async def run(self, redis: AsyncRedis) -> Any:
         """Run it; the script is sent along if the server does not know it yet (a restart forgets it)."""
         try:
-            return await redis.evalsha(*self._evalsha())
+            return await redis.evalsha(*self.evalsha())
         except NoScriptError:
-            return await redis.eval(*self._eval())
+            return await redis.eval(*self.eval())
 
     def run_sync(self, redis: SyncRedis | Scripted) -> Any:
         """The same from a thread."""
         try:
-            return redis.evalsha(*self._evalsha())
+            return redis.evalsha(*self.evalsha())
         except NoScriptError:
-            return redis.eval(*self._eval())
+            return redis.eval(*self.eval())
 
 
 class Script:
@@ -86,6 +86,9 @@ check = Script("check")
 leave_group = Script("leave_group")
 sweep = Script("sweep")
 
+# No transition: what was read by a call whose reply is lost comes back when its lease has passed, as with XREADGROUP.
+take = Script("take")
+
 # Of the block index, which is not of a pool; what they lose is a cache.
 evict = Script("evict")
 unpin = Script("unpin")
@@ -93,20 +96,10 @@ unpin = Script("unpin")
 
 async def run_many(redis: AsyncRedis, calls: Sequence[Call]) -> list[Any]:
     """Run several calls in one round trip. An entry of the result is an exception where its call failed."""
-    results = await _pipeline(redis, [c._evalsha() for c in calls], "evalsha")
+    results = await redis.execute_many([("EVALSHA", *c.evalsha()) for c in calls])
     unknown = [i for i, r in enumerate(results) if isinstance(r, NoScriptError)]
     if unknown:
-        again = await _pipeline(redis, [calls[i]._eval() for i in unknown], "eval")
+        again = await redis.execute_many([("EVAL", *calls[i].eval()) for i in unknown])
         for i, result in zip(unknown, again, strict=True):
             results[i] = result
-    return results
-
-
-async def _pipeline(redis: AsyncRedis, commands: Sequence[tuple[Any, ...]], verb: str) -> list[Any]:
-    pipe = redis.pipeline(transaction=False)
-    for c in commands:
-        getattr(pipe, verb)(*c)
-    results: list[Any] = await pipe.execute(raise_on_error=False)
-    if any(isinstance(r, ReadOnlyError) for r in results):  # nobody raised it, so nobody has left that connection
-        await redis.connection_pool.disconnect(inuse_connections=False)
     return results

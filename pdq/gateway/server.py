@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pdq import event_loop
 from pdq.config import GatewaySettings
 from pdq.connection import RedisError
 from pdq.gateway.app import PING_SECONDS, app_of
@@ -37,7 +38,7 @@ _SHUTDOWN_SECONDS = 0.1  # the drain has waited for the handlers; those left are
 
 def run(settings: GatewaySettings) -> None:
     """Serve until a signal says stop. Raises what `load_model` raises, and OSError if the port is taken."""
-    asyncio.run(_run(settings))
+    event_loop.run(_run(settings))
 
 
 async def _run(settings: GatewaySettings) -> None:

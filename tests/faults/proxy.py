@@ -1,18 +1,22 @@
 """A TCP proxy before a real server, which spoils connections on demand: what networks do to Redis clients.
 
-Knows nothing of pdq and of Redis no more than that a command is answered on the connection it came by.
+Knows nothing of pdq, and of Redis no more than its protocol: commands are answered in their order.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import hiredis
 
 CHUNK = 1 << 20
-HEAD = 1 << 16  # of what a client sends, that much is looked at
+HEAD = 1 << 16  # of a command, that much is looked at
 
 
 @dataclass(eq=False)
@@ -32,7 +36,9 @@ class _Link:
     server: asyncio.StreamWriter | None = None
     mute: bool = False  # what the server says is swallowed
     dead: bool = False  # nothing gets through, for good: bytes were swallowed, and such a gap cannot be mended
-    sent: bytes = b""  # since the last answer; its beginning
+    asked: deque[bytes] = field(default_factory=deque)  # commands without an answer; their beginnings
+    commands: hiredis.Reader = field(default_factory=hiredis.Reader)
+    answers: hiredis.Reader = field(default_factory=hiredis.Reader)
 
     def abort(self) -> None:
         for writer in (self.client, self.server):
@@ -154,21 +160,33 @@ class Proxy:
                 await asyncio.sleep(self.delay)
             if self._swallows(link):
                 continue
-            link.sent += data[: max(HEAD - len(link.sent), 0)]
+            link.asked += (b" ".join(command)[:HEAD] for command in _whole(link.commands, data))
             link.server.write(data)
             await link.server.drain()
+
+    def _drops(self, command: bytes, answer: Any) -> bool:
+        drop = self._drop
+        if drop is None or drop.command not in command or drop.reply not in repr(answer).encode():
+            return False
+        self._drop = None
+        drop.lost.set()
+        return True
 
     async def _down(self, link: _Link, reader: asyncio.StreamReader) -> None:
         """Carry answers."""
         while data := await reader.read(CHUNK):
-            drop, sent = self._drop, link.sent
-            link.sent = b""
-            if drop is not None and drop.command in sent and drop.reply in data:
-                self._drop = None
-                drop.lost.set()
-                return
+            for answer in _whole(link.answers, data):
+                if self._drops(link.asked.popleft(), answer):
+                    return
             if self.delay:
                 await asyncio.sleep(self.delay)
             if not self._swallows(link) and not link.mute:
                 link.client.write(data)
                 await link.client.drain()
+
+
+def _whole(reader: hiredis.Reader, data: bytes) -> Iterator[Any]:
+    """What is complete with `data`."""
+    reader.feed(data)
+    while (found := reader.gets()) is not False:
+        yield found
