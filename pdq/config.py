@@ -118,6 +118,11 @@ class ModelSettings(Settings):
     served_model_name: str | None = setting(None, "Name clients use; default: derived from --model.")
     engine: str = setting("torch", "torch, or scripted:... (no model; see the README) to measure the pipeline itself.")
     dtype: str = setting("bfloat16", "Weights and KV.", choices=("bfloat16", "float16", "float32"))
+    quantization: str = setting(
+        "none",
+        "int8: linear layers in 8 bits, on CPUs with VNNI or AMX; the same for the whole pool.",
+        choices=("none", "int8"),
+    )
     device: str = setting("cpu", "Torch device, e.g. cpu or cuda.")
     max_model_len: int | None = setting(None, "Context limit in tokens; default: the model's own.", low=1)
     block_size: int = setting(32, "Tokens in one KV block; the same for the whole pool.", low=1, high=1024)

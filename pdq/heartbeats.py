@@ -46,7 +46,7 @@ async def join(redis: AsyncRedis, keys: Keys, fingerprint: bytes) -> None:
             raise ConfigError(
                 f"model: pool {keys.pool!r} has the {other.stage} worker {other.name} with {other.model} and KV "
                 f"fingerprint {other.fingerprint.hex()[:16]}, this worker's is {fingerprint.hex()[:16]}: weights, "
-                "--dtype, --block-size or --kv-codec differ; make them equal, declare a common --kv-codec, or use "
-                "another --pool"
+                "--dtype, --quantization, --block-size or --kv-codec differ; make them equal, declare a common "
+                "--kv-codec, or use another --pool"
             )
         await asyncio.sleep(LOOK_SECONDS)

@@ -35,8 +35,20 @@ def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
     # Workers of different dtypes may exchange KV in a form that both declare.
     exchanged = settings.dtype if settings.kv_codec == "raw" else settings.kv_codec
     return TorchEngine(
-        load_model(folder, dtype=settings.dtype, device=settings.device, trust_remote_code=code),
-        fingerprint=fingerprint(folder, dtype=exchanged, block_size=settings.block_size, trust_remote_code=code),
+        load_model(
+            folder,
+            dtype=settings.dtype,
+            device=settings.device,
+            quantization=settings.quantization,
+            trust_remote_code=code,
+        ),
+        fingerprint=fingerprint(
+            folder,
+            dtype=exchanged,
+            block_size=settings.block_size,
+            quantization=settings.quantization,
+            trust_remote_code=code,
+        ),
         dtype=settings.dtype,
         max_model_len=context_limit(folder, settings.max_model_len),
         eos_ids=eos_token_ids(folder),

@@ -6,6 +6,7 @@ tokenizer and its fingerprint is `pdq.models`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,25 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from pdq.engine.packed import pack
-from pdq.engine.probe import check_class, layout_of
-from pdq.errors import ModelUnsupported
+from pdq.engine.int8 import Int8Maker, require_int8
+from pdq.engine.packed import Maker, bfloat16, can_pack, pack, separate
+from pdq.engine.probe import CannotRun, check_class, layout_of, try_out
+from pdq.engine.siblings import Family, families
+from pdq.errors import ConfigError, ModelUnsupported
 
 
-def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    folder: Path, *, dtype: str, device: str, quantization: str = "none", trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The causal language model in `folder` (config and safetensors), ready for `TorchEngine`.
 
-    dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". trust_remote_code: run
-    the Python code in the folder that config.json names, if it does. Raises ModelUnsupported if the architecture cannot
-    run over KV slots or weights are missing, OSError if the folder is incomplete.
+    dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". quantization: "none" or
+    "int8", of the linear layers. trust_remote_code: run the Python code in the folder that config.json names, if it
+    does. Raises ModelUnsupported if the architecture cannot run over KV slots or weights are missing, ConfigError if
+    there is no such quantization here, OSError if the folder is incomplete.
     """
+    if quantization == "int8":
+        require_int8(device)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     check_class(model_class(config, folder, trust_remote_code=trust_remote_code), config)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -51,9 +59,26 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
         raise ModelUnsupported(f"{config.model_type} cannot be loaded: {e}") from e
     model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
     _check_weights(type(model).__name__, loaded[1])
-    layout_of(model)
-    pack(model)
+    siblings = families(model, lambda: layout_of(model))
+    if quantization == "int8":
+        maker = Int8Maker(model)
+        replace(model, siblings, maker)
+        if not maker.made:
+            raise ConfigError(f"quantization: {type(model).__name__} has no layers that int8 is for; use none")
+    elif can_pack() and model.device.type == "cpu":
+        replace(model, siblings, bfloat16)
     return model
+
+
+def replace(model: PreTrainedModel, siblings: Sequence[Family], make: Maker) -> None:
+    """Give the linear layers of a probed `model` the products of `make`. Raises ModelUnsupported if it cannot run."""
+    probed = layout_of(model)
+    pack(model, siblings, make)
+    try:
+        try_out(model, probed.layout.layers, probed.reads)
+    except CannotRun:  # some modelling code may not take columns of a wider tensor
+        separate(model)
+        try_out(model, probed.layout.layers, probed.reads)
 
 
 def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:

@@ -111,19 +111,27 @@ def compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple
 
     Over slots it does so in pieces and beside another text. Leaves the model with our attention.
     """
-    ids = _text(model)
-    stock = _stock_logits(model, ids)
-    _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
-    try:
-        ours = _logits_over_slots(model, layers, reads, ids)
-    except Exception as e:
-        raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
+    stock = stock_logits(model, _text(model))
+    ours = try_out(model, layers, reads)
     error = float((ours - stock).norm() / stock.norm().clamp(min=1e-12))
     if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
         raise ModelUnsupported(
             f"{_name(model)}: logits from KV slots are {error:.0%} off the model's own; it uses something that is "
             f"not a function of tokens, position ids and KV"
         )
+
+
+@torch.inference_mode()
+def try_out(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...]) -> torch.Tensor:
+    """float32 logits `[tokens, vocab]` of the text that is compared, over slots. Leaves the model with our attention.
+
+    Raises CannotRun.
+    """
+    _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
+    try:
+        return _logits_over_slots(model, layers, reads, _text(model))
+    except Exception as e:
+        raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
 
 
 def _logits_over_slots(
@@ -157,8 +165,9 @@ class _Later(Step):
         return 10_000
 
 
-def _stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """float32 `[tokens, vocab]` by the model's own attention."""
+@torch.inference_mode()
+def stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """float32 `[tokens, vocab]` by the model's own attention, which it is left with."""
     restore(model)
     _use(model, reference(type(model)))
     try:

@@ -131,19 +131,23 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def fingerprint(folder: Path, *, dtype: str, block_size: int, trust_remote_code: bool = False) -> bytes:
+def fingerprint(
+    folder: Path, *, dtype: str, block_size: int, quantization: str = "none", trust_remote_code: bool = False
+) -> bytes:
     """32 bytes that are equal exactly if KV blocks of two workers may be exchanged. Raises ConfigError.
 
-    SHA-256 over the KV wire version, dtype, block size, the computing part of config.json (rope and quantisation are in
-    it) and each weight file: whole up to 16 MiB, else its size, its header and two windows of every tensor, so that a
-    fine-tune of any one layer shows: a few thousand small reads for a dense model of 100 GB. Of a model whose own code
-    may run, the code too.
+    SHA-256 over the KV wire version, dtype, block size, quantization at load, the computing part of config.json (rope
+    and its own quantisation are in it) and each weight file: whole up to 16 MiB, else its size, its header and two
+    windows of every tensor, so that a fine-tune of any one layer shows: a few thousand small reads for a dense model of
+    100 GB. Of a model whose own code may run, the code too.
     """
     config = {k: v for k, v in read_json(folder / "config.json").items() if k not in UNRELATED_KEYS}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(b"pdq-model")
     for part in (struct.pack("<II", WIRE_VERSION, block_size), dtype.encode(), canonical.encode()):
         _add(digest, part)
+    if quantization != "none":
+        _add(digest, f"quantization {quantization}".encode())
     weights = weight_files(folder)
     if not weights:
         raise ConfigError(f"model: no .safetensors file in {folder}")
