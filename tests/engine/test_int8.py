@@ -21,7 +21,7 @@ from pdq.errors import ConfigError
 from tests.engine.conftest import stock, stock_logits
 from tests.engine.pd import GREEDY, decode_together, engine, prefill
 from tests.engine.test_equivalence import in_pieces
-from tests.engine.tiny import VOCAB, save_tiny
+from tests.engine.tiny import VOCAB, save_tiny, tiny_model
 
 
 def available() -> bool:
@@ -117,6 +117,23 @@ def test_a_model_in_8_bits_is_near_the_stock_model(tmp_path: Path, name: str, dt
     assert 0.003 < sorted(errors)[len(errors) // 2] < MEDIAN
     if name != "mixtral":  # rounding may send a token to another expert
         assert max(errors) < WORST
+
+
+@needs_int8
+def test_columns_that_are_large_in_made_up_texts_are_balanced(tmp_path: Path) -> None:
+    """The same function of its inputs: norms that make one column 300 times as large, weights that take it back."""
+    ids = [(i * i * 7 + i * 3 + 363) % VOCAB for i in range(33)]
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm.weight[7] *= 300
+        layer.post_attention_layernorm.weight[7] *= 300
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            linear.weight[:, 7] /= 300
+    model.save_pretrained(tmp_path)
+    exact = stock_logits(stock("llama"), ids)[16:]
+    loaded = load_model(tmp_path, dtype="float32", device="cpu", quantization="int8")
+    assert off(in_pieces(engine(loaded), ids), exact) < MEDIAN
 
 
 @needs_int8
