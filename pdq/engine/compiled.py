@@ -35,7 +35,7 @@ class Batch:
     """Sequences with one new token each, at position `slot.length`; they stay as they are for one forward."""
 
     def __init__(self, slots: Sequence[TorchSlot]) -> None:
-        self._slots = slots  # whose memory must not go away
+        self._memory = [slot.memory for slot in slots]  # or a slot that is closed too early would be a crash
         self._dtype = slots[0].dtype
         self._planes: _Numbers = np.stack([slot.addresses() for slot in slots], axis=1)
         self._capacities: _Numbers = np.array([slot.capacity for slot in slots], dtype=np.int64)

@@ -20,7 +20,7 @@ import torch
 from pdq.engine.llvm import FLOATS, INTS, LANES, Function, Variable, floats, ints
 
 # Small enough for K and V of a split to stay in a core's cache, and for one long sequence to occupy all cores.
-SPLIT = 256
+SPLIT = 512
 # int64 each, what differs from call to call first. next: the next item to take. scale: of the scores times log2(e), the
 # bits of a float. query_piece, query_head: bytes from one to the next. Addresses: keys, values: of each piece's plane;
 # capacities: its tokens in a plane; firsts, ends: what it sees; table: piece, head, split, number of splits of an item.

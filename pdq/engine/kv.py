@@ -95,6 +95,11 @@ class TorchSlot:
         """Views of tokens [start, stop), `[1, kv_heads, stop - start, dim]` per plane."""
         return [plane for group in self._open_groups() for plane in group.narrow(3, start, stop - start).unbind(0)]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Whoever holds this can use `addresses`, even if the slot is closed."""
+        return tuple(self._open_groups())
+
     def addresses(self) -> npt.NDArray[np.int64]:
         """Where each plane begins. A plane is `[kv_heads, capacity, dim]`, contiguous."""
         groups = self._open_groups()

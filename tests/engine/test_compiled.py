@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,29 @@ def test_neither_neighbours_nor_threads_change_a_bit(dtype: torch.dtype) -> None
     assert torch.equal(together, torch.cat(alone, 1))
     for _ in range(20):
         assert torch.equal(together, attend(slots, layer, query, threads=2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux does")
+def test_its_threads_are_torchs_own() -> None:
+    layer = LayerShape(2, 64, 64)
+    slot = slot_of(4 * SPLIT, layer, torch.bfloat16)
+    query, tasks = torch.randn((1, 4, 1, 64)).bfloat16(), Path("/proc/self/task")
+    torch.set_num_threads(2)
+    torch.ones(1 << 22).sum()
+    before = {task.name for task in tasks.iterdir()}
+    for threads in (1, 2):
+        attend([slot], layer, query, threads=threads)
+    assert {task.name for task in tasks.iterdir()} <= before
+
+
+def test_a_slot_closed_during_a_step_keeps_its_memory() -> None:
+    layer = LayerShape(1, 64, 64)
+    slot = slot_of(10, layer, torch.bfloat16)
+    memory, batch = weakref.ref(slot.memory[0]), Batch([slot])
+    slot.release()
+    assert memory() is not None
+    del batch
+    assert memory() is None
 
 
 def test_scores_of_any_size_become_weights() -> None:
