@@ -1,13 +1,17 @@
-"""KV slots for asyncio: wait for room in an engine's KV memory, first come first served."""
+"""KV slots for asyncio: wait for room in an engine's KV memory, higher lanes first, then first come first served.
+
+Nobody starves: a worker claims no job while one waits here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from contextlib import suppress
 
 from pdq.engine.base import Engine, Slot
 from pdq.lease import Running
+from pdq.messages import LANES
 
 LOOK_SECONDS = 0.05  # between two looks at whether a job that waits should stop: other threads say so without waking us
 
@@ -17,7 +21,7 @@ class Slots:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._queue: deque[Running] = deque()
+        self._queue: list[Running] = []
         self._freed = asyncio.Event()
 
     @property
@@ -30,7 +34,7 @@ class Slots:
 
         Raises `running.error()` if the job should stop before.
         """
-        self._queue.append(running)
+        insort(self._queue, running, key=_turn)
         try:
             while self._queue[0] is not running or not self._engine.can_open(capacity):
                 running.check()
@@ -46,3 +50,7 @@ class Slots:
     def close(self, slot: Slot) -> None:
         self._engine.close(slot)
         self._freed.set()
+
+
+def _turn(running: Running) -> tuple[int, float]:
+    return LANES.index(running.job.request.lane), running.claimed
