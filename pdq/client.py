@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 2.0  # a silent request is looked up this often: it may have been lost, or nobody may be there to end it
 OVERDUE_GRACE_MS = 3_000  # workers end a request at its deadline; a reader does it this much later
 ENDED_TTL_MS = 60_000
-BYTES_PER_TOKEN = 4  # a guess, for the cost of a prompt that is still text
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ class AsyncClient:
             [self.keys.request(request.id), self.keys.load, self.keys.prefill(request.lane), *lanes],
             *(VERSION, request.id, data, hashlib.sha256(same).digest(), request.lane),
             *(_ms(request.timeout), _ms(request.queue_timeout)),
-            *(_cost(request), self.max_queued, self.max_queued_tokens),
+            *(request.cost, self.max_queued, self.max_queued_tokens),
         )
         try:
             verdict, depth, tokens = await call.run(self._redis)
@@ -354,14 +353,6 @@ def _unseeded(request: Request) -> Request:
 
 def _prompt_field(request: Request) -> str:
     return next(name for name in ("token_ids", "messages", "prompt") if getattr(request, name) is not None)
-
-
-def _cost(request: Request) -> int:
-    """Prompt tokens, counted or guessed."""
-    if request.token_ids is not None:
-        return len(request.token_ids)
-    texts = [request.prompt or "", *(m.content for m in request.messages or ())]
-    return sum(len(t.encode()) for t in texts) // BYTES_PER_TOKEN + 1
 
 
 def _ms(seconds: float) -> int:

@@ -80,9 +80,10 @@ class KVTransfer:
         )
 
     async def load_prefix(self, slot: Slot, chain: Prefix, most: int, seconds: float) -> int:
-        """Fill an empty slot with the longest stored prefix of at most `most` tokens; the tokens that were there.
+        """Fill a slot with the longest stored prefix of at most `most` tokens; the tokens that are there then.
 
-        The blocks are pinned for `seconds`.
+        The slot is empty, or holds the `chain.stored` blocks that an earlier call has found. All are pinned for
+        `seconds`.
         """
         hashes = chain.hashes[: most // self.block_size]
 
@@ -90,7 +91,9 @@ class KVTransfer:
             if not chain.shared:
                 return 0
             chain.pin = self.store.pin(seconds)
-            chain.stored = self._fill(slot, self.store.get(hashes[: self.store.longest_prefix(hashes)]))
+            first, more = chain.stored, hashes[chain.stored :]
+            payloads = self.store.get(more[: self.store.longest_prefix(more)], first=first)
+            chain.stored = first + self._fill(slot, payloads, first)
             self.store.touch(hashes[: chain.stored], chain.pin)
             return chain.stored * self.block_size
 
@@ -113,11 +116,12 @@ class KVTransfer:
 
         return await self._run(fetch)
 
-    def _fill(self, slot: Slot, payloads: Iterable[memoryview]) -> int:
-        """Load blocks into a slot as they come; how many."""
+    def _fill(self, slot: Slot, payloads: Iterable[memoryview], first: int = 0) -> int:
+        """Load blocks into a slot that holds `first`, as they come; how many."""
         count = 0
         for payload in payloads:
-            self._engine.load(slot, count * self.block_size, [(self.block_size, self._form.unpack(payload))])
+            start = (first + count) * self.block_size
+            self._engine.load(slot, start, [(self.block_size, self._form.unpack(payload))])
             count += 1
         return count
 
@@ -171,11 +175,13 @@ class KVTransfer:
         elif chain.stored:
             await self._run(lambda: self.store.drop(chain.hashes[: chain.stored]))
 
-    def export_tail(self, slot: Slot, chain: Prefix) -> memoryview | None:
+    async def export_tail(self, slot: Slot, chain: Prefix) -> memoryview | None:
         """The partial last block, without header; None if there is none. Not while the slot is in a forward."""
         if chain.length == chain.full:
             return None
-        (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
+        (value,) = await self._run(
+            lambda: self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
+        )
         return value
 
     async def publish_tail(self, key: str, value: memoryview, chain: Prefix, seconds: float) -> bool:

@@ -21,6 +21,7 @@ VERSION = 1  # rises with every change; appended fields included
 OLDEST_VERSION = 1  # that still decodes
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a request is bounded by the gateway's body limit, an event by its tokens
 LANES = ("high", "normal", "batch")
+BYTES_PER_TOKEN = 4  # a guess, for the cost of a prompt that is still text
 
 
 class BadMessage(ValueError):
@@ -109,6 +110,14 @@ class Request:
     tenant: str = ""
     queue_timeout: float = 0.0
     cache: str = "on"
+
+    @property
+    def cost(self) -> int:
+        """Prompt tokens, counted or guessed."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        texts = [self.prompt or "", *(m.content for m in self.messages or ())]
+        return sum(len(t.encode()) for t in texts) // BYTES_PER_TOKEN + 1
 
 
 @dataclass(frozen=True, slots=True)

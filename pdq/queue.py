@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -106,6 +106,7 @@ class Queue:
     async def read(self, count: int, wait: float) -> list[Entry]:
         """New entries: the best lane's first, else wait up to `wait` seconds (at most BLOCK_SECONDS) for any.
 
+        wait: 0 takes only what nobody waits for, since a new entry goes to whoever waits at once.
         At most `count` from one stream. Raises RedisError; a NOGROUP answer makes the groups again and reads nothing.
         An entry whose delivery was lost on the way is ours without our knowing; `reclaim` finds it a lease later.
         """
@@ -114,6 +115,8 @@ class Queue:
                 for stream in self.streams:
                     if found := _entries(await self._read({stream: ">"}, count, None)):
                         return found
+            if not wait:
+                return []
             block = int(min(wait, BLOCK_SECONDS) * 1000)
             return _entries(await self._read(dict.fromkeys(self.streams, ">"), count, max(block, 1)))
         except ResponseError as e:
@@ -173,7 +176,7 @@ class Queue:
         return Job(
             id=request_id, stream=stream, entry=entry_id, attempt=int(attempt), owner=self.owner, request=request,
             handoff=state, visible=int(visible), remaining=int(remaining) / 1000, claimed_ms=int(times[3]),
-            timings=_timings(self.stage, *map(int, times)), requeues=int(requeues),
+            timings=_timings(state, int(times[0]), int(times[3])), requeues=int(requeues),
         )  # fmt: skip
 
     async def _refuse(self, stream: str, request_id: str, fence: Fence, why: BadMessage) -> None:
@@ -331,11 +334,13 @@ def _no_group(error: ResponseError) -> bool:
     return "NOGROUP" in str(error) or "requires the key to exist" in str(error)
 
 
-def _timings(stage: str, submitted: int, prefill: int, handoff: int, now: int) -> Timings:
-    queue = max(prefill - submitted, 0)
-    if stage == "prefill":
-        return Timings(queue_ms=max(now - submitted, 0))
-    return Timings(queue_ms=queue, prefill_ms=max(handoff - prefill, 0), handoff_ms=max(now - handoff, 0))
+def _timings(handoff: Handoff | None, submitted: int, now: int) -> Timings:
+    """Up to a claim, by what prefill measured: when a prompt is claimed is not yet when it is computed."""
+    passed = max(now - submitted, 0)
+    if handoff is None:
+        return Timings(queue_ms=passed)
+    before = handoff.timings
+    return replace(before, handoff_ms=max(passed - before.queue_ms - before.prefill_ms, 0.0))
 
 
 def _text(value: bytes | str) -> str:

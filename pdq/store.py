@@ -76,17 +76,21 @@ class BlockStore:
         known = (score is not None or h in self._local for h, score in zip(hashes, scores, strict=True))
         return next((i for i, found in enumerate(known) if not found), len(hashes))
 
-    def get(self, hashes: Sequence[bytes], *, indexed: bool = True) -> Iterator[memoryview]:
-        """Checked payloads of the leading blocks as they come in, up to the first that is missing or wrong.
+    def holds(self, block_hash: bytes) -> bool:
+        """Is the block in this process' own memory? No round trip."""
+        return block_hash in self._local
 
-        Hash i names tokens [i*block_size, (i+1)*block_size). indexed: False for blocks of one request alone.
-        Raises RedisError.
+    def get(self, hashes: Sequence[bytes], *, first: int = 0, indexed: bool = True) -> Iterator[memoryview]:
+        """Checked payloads of neighbouring blocks as they come in, up to the first that is missing or wrong.
+
+        Hash i names tokens [(first+i)*block_size, (first+i+1)*block_size). indexed: False for blocks of one request
+        alone. Raises RedisError.
         """
         held = [self._local.get(h) for h in hashes]
         far = self._values.get([self._keys.block(h) for h, value in zip(hashes, held, strict=True) if value is None])
         fetched: list[tuple[bytes, Value]] = []
         try:
-            for i, (block_hash, value) in enumerate(zip(hashes, held, strict=True)):
+            for i, (block_hash, value) in enumerate(zip(hashes, held, strict=True), first):
                 if value is not None:
                     self.count(hit_tokens_local=self._block_size)
                     yield memoryview(value)[HEADER_BYTES:]

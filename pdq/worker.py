@@ -53,12 +53,18 @@ RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
 
 
 class Stage(Protocol):
-    """The work of one stage. capacity: jobs it can have in work at once, now."""
+    """The work of one stage. capacity: jobs it can have in work at once, now.
+
+    waits: does it wait for the next job? If not, it takes one only if no other worker does.
+    """
 
     name: str
 
     @property
     def capacity(self) -> int: ...
+
+    @property
+    def waits(self) -> bool: ...
 
     async def work(self, running: Running) -> None:
         """Carry the job through this stage: hand it off or end it. Errors are the worker's to turn into transitions."""
@@ -216,7 +222,7 @@ class Worker:
 
     async def _take(self, stage: Stage, free: int) -> None:
         reclaimed = await self._reclaim(free)
-        for entry in reclaimed or await self.queue.read(free, READ_SECONDS):
+        for entry in reclaimed or await self.queue.read(free, READ_SECONDS if stage.waits else 0.0):
             job = await self.queue.claim(entry)
             if job is not None:
                 self._start(stage, job)

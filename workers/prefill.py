@@ -3,6 +3,7 @@
     request -> tokens -> longest stored prefix -> chunked forward of the rest -> blocks to Redis (one chunk behind the
     forward) -> token 0 to the reply stream -> handoff to decode
 
+Each job is a task of its own; what they share is the forward, which takes chunks of several (`pdq.prefill_forwards`).
 A request that ends with its first token (max_tokens 1, end of text, a stop string) never sees decode.
 """
 
@@ -11,88 +12,91 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pdq import keys
 from pdq.config import PrefillSettings
 from pdq.connection import RedisError
-from pdq.engine.base import Scores, Segment, Slot
+from pdq.engine.base import Segment
 from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from pdq.generation import Generation, max_new_tokens
-from pdq.kv_transfer import Prefix, in_thread
+from pdq.kv_transfer import Blocks
 from pdq.lease import Running
-from pdq.messages import Event, Handoff, Request, SamplingParams, Timings, Usage
+from pdq.messages import Event, Handoff, Request, Timings
+from pdq.prefill_forwards import Chunk, Forwards, Prompt, work_of
+from pdq.prefill_schedule import Work, has_room
 from pdq.program import Parts, run_program
 from pdq.queue import Job
 from pdq.validate import check_sampling
 from pdq.worker import retried
 
-T = TypeVar("T")
-JOBS = 8  # one computes; the others still store their last blocks and hand off
+JOBS = 64  # in work at once: short prompts share forwards
+UNSTORED = 8  # forwards' worth of tokens on their way to the store, at most, before the next job is taken
+LEAST_PAUSE, LONGEST_PAUSE = 0.01, 0.1  # seconds between two looks for a job beside those in work
+SHORT = 256  # estimated tokens of a prompt that is tokenized at once; a thread costs more than that
 HELD_SECONDS = 0.05  # between two looks at what waits for decode
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt in work. sequence: the tokens whose KV is to be there in the end, `chain` their hashes."""
-
-    running: Running
-    tokens: list[int]
-    sequence: list[int]
-    chain: Prefix
-    slot: Slot
-    sampling: SamplingParams | None  # how to sample the token that follows; None if it is known already
-    cached: int = 0  # prompt tokens whose KV was in the store
-    earlier: Usage | None = None  # as the attempt that made token 0 visible counted
-    storing: asyncio.Task[None] | None = None  # of the latest chunk's blocks
-    scores: list[Scores] = field(default_factory=list)  # of that token, if they are wanted
-
-    @property
-    def usage(self) -> Usage:
-        """As of token 0. A later attempt finds the blocks of the first one, which were no hits."""
-        return self.earlier or Usage(len(self.tokens), 1, self.cached)
-
-    async def stored(self) -> None:
-        """Wait until the blocks exported so far are in the store. Raises RedisError."""
-        if self.storing is not None:
-            await self.storing
-
-
 class PrefillStage:
-    """Computes one prompt at a time."""
+    """Takes as many jobs as the next forward has room for, and tells each one's story from tokens to handoff."""
 
     name = "prefill"
 
     def __init__(self, settings: PrefillSettings, parts: Parts) -> None:
         self._settings = settings
         self._parts = parts
-        self._turn = asyncio.Lock()
-        self._computed = 0  # jobs in work whose forwards are done
+        self._forwards = Forwards(
+            self._forward, parts.compute, parts.transfer, settings.chunk_tokens, parts.worker.more_room, self._known
+        )
+        self._works: dict[Running, Work] = {}  # of the jobs whose chunks are not all computed
+        self._idle = asyncio.Event()  # when there are none
+        self._idle.set()
+        self._jobs: dict[Running, int] = {}  # all in work, with their tokens
+        self._coming: dict[bytes, asyncio.Task[None]] = {}  # blocks on their way to the store
+        self._next_look = 0.0
         self._held = 0  # KV tokens that waited for decode after our last handoff
         self._most_held = settings.max_handoff_bytes // parts.engine.spec.token_bytes
         self._counters: Counter[str] = Counter()
 
     @property
     def capacity(self) -> int:
-        """One job to compute, no more: a job claimed here would wait while another worker may be idle."""
-        return min(1 + self._computed, JOBS)
+        """One job more, if it would start with the next forward: it should not wait here while others are idle."""
+        budget = self._settings.chunk_tokens
+        room = has_room((work.remaining for work in self._works.values()), budget)
+        unstored = len(self._coming) * self._settings.block_size
+        if not room or self._parts.slots.waiting or unstored >= UNSTORED * budget:
+            return len(self._jobs)
+        return min(len(self._jobs) + 1, JOBS)
+
+    @property
+    def waits(self) -> bool:
+        return self._idle.is_set()
 
     async def ready(self) -> bool:
-        """Not while decode has more handed-over KV to take than the limit allows."""
-        if self._held > self._most_held:
+        """Not while decode has more handed-over KV to take than the limit allows; beside other jobs not at once."""
+        coming = sum(self._jobs.values())
+        if self._held + coming > self._most_held:
             await asyncio.sleep(HELD_SECONDS)
             self._held = await self._parts.worker.queue.held()
-        return self._held <= self._most_held
+            return self._held + coming <= self._most_held
+        pause = self._next_look - time.monotonic()
+        if not self._idle.is_set() and pause > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._idle.wait()
+            return False
+        self._next_look = time.monotonic() + min(max(self._forwards.latest / 4, LEAST_PAUSE), LONGEST_PAUSE)
+        return True
 
     async def close(self) -> None:
         self._parts.transfer.close()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
-        return []
+        return [self._forwards.run()]
 
     async def ended(self, job: Job) -> None:
         await self.drop_tail(keys.tail(job.id, job.attempt))
@@ -102,43 +106,67 @@ class PrefillStage:
             await self._parts.transfer.drop_tail(key)
 
     def counters(self) -> Counter[str]:
-        return self._counters + self._parts.transfer.store.counters
+        """Among them: prompt_tokens, cached_tokens, computed_tokens, forwards, and prefill_ms spent in forwards."""
+        busy = Counter(prefill_ms=round(self._forwards.seconds * 1000))
+        return self._counters + self._forwards.counters + busy + self._parts.transfer.store.counters
 
     async def work(self, running: Running) -> None:
+        self._works[running] = work = work_of(running)
+        self._jobs[running] = work.remaining
+        self._idle.clear()
+        self._looked(work)
+        try:
+            await self._work(running, work)
+        finally:
+            del self._jobs[running]
+            self._computed(running)
+
+    def _looked(self, work: Work) -> None:
+        """What was found may have room for more beside it; with long prompts others shall look before we do."""
+        if work.remaining <= self._settings.chunk_tokens:
+            self._next_look = 0.0
+        self._parts.worker.more_room()
+
+    def _computed(self, running: Running) -> None:
+        self._works.pop(running, None)
+        if not self._works:
+            self._idle.set()
+        self._parts.worker.more_room()
+
+    async def _work(self, running: Running, work: Work) -> None:
         job, parts = running.job, self._parts
-        tokens = await asyncio.to_thread(self._tokenize, job.request)
+        tokens = await self._tokens(job.request)
         emitted = await parts.worker.queue.emitted(job)
         # Emitted tokens: an earlier attempt got so far, or decode lost the KV. All but the last have KV to be made.
         sequence = [*tokens, *emitted[:-1]]
+        work.remaining = self._jobs[running] = len(sequence)
         chain = parts.transfer.prefix(sequence, job.request)
         slot = await parts.slots.open(len(sequence), running)
-        prompt = Prompt(running, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
+        prompt = Prompt(running, work, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
             prompt.earlier = await parts.worker.queue.first_usage(job)
-            async with self._turn:
-                started = time.monotonic()
-                token = await self._compute(prompt)
-            await self._deliver(prompt, token, replace(job.timings, prefill_ms=(time.monotonic() - started) * 1000))
+            token = await self._compute(prompt)
+            await self._deliver(prompt, token, _timings(prompt))
         finally:
             if prompt.storing is not None:
                 prompt.storing.cancel()
             parts.slots.close(slot)
 
     async def _deliver(self, prompt: Prompt, token: int | None, timings: Timings) -> None:
-        """First token out, blocks stored, job handed on; meanwhile the next prompt may compute."""
-        self._computed += 1
-        self._parts.worker.more_room()
-        busy = round(timings.prefill_ms)
-        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached, prefill_ms=busy)
-        try:
-            ended = token is not None and await self._first_token(prompt, token, timings)
-            await prompt.stored()
-            if ended:
-                await self._parts.transfer.end(prompt.chain)
-            else:
-                await self._hand_off(prompt, timings)
-        finally:
-            self._computed -= 1
+        """First token out, blocks stored, job handed on; meanwhile others compute."""
+        self._computed(prompt.running)
+        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached)
+        ended = token is not None and await self._first_token(prompt, token, timings)
+        await prompt.stored()
+        if ended:
+            await self._parts.transfer.end(prompt.chain)
+        else:
+            await self._hand_off(prompt, timings)
+
+    async def _tokens(self, request: Request) -> list[int]:
+        if request.cost <= SHORT:
+            return self._tokenize(request)
+        return await asyncio.to_thread(self._tokenize, request)
 
     def _tokenize(self, request: Request) -> list[int]:
         """The prompt's token ids, checked against the model: the SDK submits without the gateway."""
@@ -170,30 +198,56 @@ class PrefillStage:
 
         The token that follows, if it is wanted. The last chunk may still be on its way to the store.
         """
-        slot, length, transfer = prompt.slot, len(prompt.sequence), self._parts.transfer
-        found = await transfer.load_prefix(slot, prompt.chain, length - 1, prompt.running.remaining)
-        prompt.cached = min(found, len(prompt.tokens))
+        await self._load(prompt)
         token: int | None = None
-        while slot.length < length:
+        while prompt.slot.length < len(prompt.sequence):
             prompt.running.check()
-            at = slot.length
-            chunk = prompt.sequence[at : at + self._settings.chunk_tokens]
-            sampling = prompt.sampling if at + len(chunk) == length else None
-            segment = Segment(slot, chunk, sampling, 0, prompt.tokens, prompt.scores)
-            token, blocks = await self._on_engine(partial(self._forward, segment, prompt.chain, at))
-            if segment.sample is not None and token is None:
-                raise RuntimeError("the model's logits are not finite")  # and its KV is not to be stored
-            await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
-            first = at // self._settings.block_size * self._settings.block_size
-            prompt.storing = asyncio.create_task(
-                transfer.publish(blocks, first, prompt.chain, prompt.running.remaining)
-            )
+            chunk = await self._forwards.next_chunk(prompt)
+            if chunk is None:
+                await self._look_again(prompt)
+                continue
+            token = chunk.token
+            if prompt.slot.length < len(prompt.sequence):
+                await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
+            prompt.storing = asyncio.create_task(self._store(prompt, chunk, prompt.storing))
+            self._coming |= dict.fromkeys((block_hash for block_hash, _ in chunk.blocks), prompt.storing)
+            prompt.storing.add_done_callback(partial(self._stored, chunk.blocks))
         return token
 
-    def _forward(self, segment: Segment, chain: Prefix, at: int) -> tuple[int | None, list[tuple[bytes, memoryview]]]:
-        (token,) = self._parts.forward([segment])
+    def _forward(self, segments: Sequence[Segment]) -> list[int | None]:
+        tokens = self._parts.forward(segments)
         self._parts.worker.leases.progress()
-        return token, self._parts.transfer.export(segment.slot, chain, at, segment.slot.length)
+        return tokens
+
+    def _known(self, block_hash: bytes) -> bool:
+        return block_hash in self._coming or self._parts.transfer.store.holds(block_hash)
+
+    async def _look_again(self, prompt: Prompt) -> None:
+        """Take what another prompt with the same beginning has computed, as soon as it is stored."""
+        prompt.sought = prompt.chain.stored
+        if coming := self._coming.get(prompt.chain.hashes[prompt.sought]):
+            await asyncio.wait([coming])
+        await self._load(prompt)
+
+    async def _load(self, prompt: Prompt) -> None:
+        """Take the longest stored prefix, as far as the slot does not hold it."""
+        most = len(prompt.sequence) - 1
+        found = await self._parts.transfer.load_prefix(prompt.slot, prompt.chain, most, prompt.running.remaining)
+        prompt.cached = min(found, len(prompt.tokens))
+        prompt.work.remaining = len(prompt.sequence) - found
+        self._parts.worker.more_room()
+
+    async def _store(self, prompt: Prompt, chunk: Chunk, before: asyncio.Task[None] | None) -> None:
+        """Publish a chunk's blocks after those before them."""
+        if before is not None:
+            await before
+        first = chunk.start // self._settings.block_size * self._settings.block_size
+        await self._parts.transfer.publish(chunk.blocks, first, prompt.chain, prompt.running.remaining)
+
+    def _stored(self, blocks: Blocks, _task: asyncio.Task[None]) -> None:
+        for block_hash, _ in blocks:
+            self._coming.pop(block_hash, None)
+        self._parts.worker.more_room()
 
     async def _first_token(self, prompt: Prompt, token: int, timings: Timings) -> bool:
         """Make token 0 visible; True if it also ended the request."""
@@ -224,7 +278,7 @@ class PrefillStage:
         chain, transfer, job = prompt.chain, self._parts.transfer, prompt.running.job
         if chain.stored < len(chain.hashes):
             return "", chain.stored * self._settings.block_size
-        tail = await self._on_engine(partial(transfer.export_tail, prompt.slot, chain))
+        tail = await transfer.export_tail(prompt.slot, chain)
         if tail is None:
             return "", chain.length
         key = keys.tail(job.id, job.attempt)
@@ -232,8 +286,12 @@ class PrefillStage:
             return key, chain.length
         return "", chain.full
 
-    async def _on_engine(self, call: partial[T]) -> T:
-        return await in_thread(self._parts.compute, call)
+
+def _timings(prompt: Prompt) -> Timings:
+    """Of a prompt whose last chunk has just been computed: from its first chunk on it was in prefill."""
+    running, now = prompt.running, time.monotonic()
+    waited = running.job.timings.queue_ms + (prompt.began - running.claimed) * 1000
+    return replace(running.job.timings, queue_ms=waited, prefill_ms=(now - prompt.began) * 1000)
 
 
 def main() -> None:

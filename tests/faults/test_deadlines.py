@@ -64,15 +64,17 @@ async def test_without_any_worker_its_reader_ends_a_request(any_server: Server) 
 
 async def test_requests_behind_others_end_in_time_and_cost_no_work(server: Server) -> None:
     async with LocalPool(server, engine="scripted:prefill_us=50000", prefill_chunk_tokens=8) as pool:
-        first = await pool.client.submit(prompt="x" * 30, max_tokens=2)  # a second and a half of prefill
-        await until(first, "prefill", "running")
+        # Each takes a second and a half of prefill; a worker claims no more of this kind.
+        first = [await pool.client.submit(prompt=letter * 30, max_tokens=2) for letter in "xyz"]
+        for handle in first:
+            await until(handle, "prefill", "running")
         behind = []
         for lane in LANES:
             for options, text in (({"timeout": 0.5}, DEADLINE), ({"queue_timeout": 0.5}, NO_WORKER)):
                 behind.append((await pool.client.submit(prompt="late", lane=lane, **options), text))  # type: ignore[arg-type]
         await asyncio.gather(*(ends(handle, text, 0.5) for handle, text in behind))
-        await first.result(15)
-        assert pool.workers["prefill"][0].worker.counters["claimed"] == 1
+        await asyncio.gather(*(handle.result(15) for handle in first))
+        assert pool.workers["prefill"][0].worker.counters["claimed"] == len(first)
 
 
 async def test_the_batch_lane_waits_for_the_others_for_as_long_as_its_timeout_allows(server: Server) -> None:
