@@ -35,9 +35,10 @@ _pack: Callable[..., list[bytes]] = Connection().pack_command  # type: ignore[no
 class OneConnection(aredis.Redis):
     """Commands are tried again as `retry` says, each time on a new connection; so is what a replica refuses to write.
 
-    pool: how connections are made; pipelines still take theirs from it. timeout: seconds for an answer. patience:
-    seconds of silence after which a caller who gives up ends the connection, too, so that the next command does not
-    wait for an answer that may never come; 0 for reads that wait on the server and must not take what nobody hears.
+    pool: how connections are made; a pipeline would take one of its own, see `execute_many`. timeout: seconds for an
+    answer. patience: seconds of silence after which a caller who gives up ends the connection, too, so that the next
+    command does not wait for an answer that may never come; 0 for reads that wait on the server and must not take what
+    nobody hears.
     """
 
     def __init__(self, pool: aredis.ConnectionPool, retry: Retry, timeout: float, patience: float) -> None:
@@ -68,6 +69,14 @@ class OneConnection(aredis.Redis):
             return answers
 
         return await self._tried(ask)
+
+    async def execute_all(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """`execute_many`, but an error is raised."""
+        answers = await self.execute_many(commands)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
     async def _tried(self, ask: Callable[[_Line], Awaitable[T]]) -> T:
         line, failed = self._line, None
@@ -121,6 +130,8 @@ class OneConnection(aredis.Redis):
             connection._close()
             if isinstance(e, TimeoutError):
                 raise Unanswered("Timeout connecting to server") from e
+            if isinstance(e, RuntimeError):  # of uvloop: it was closed before the first word
+                raise Disconnected(f"cannot write: {e}") from e
             raise
         self._line = _Line(connection, self._timeout)
         return self._line
@@ -174,7 +185,9 @@ class _Line:
         self.error: Exception | None = None
 
     def ask(self, command: tuple[Any, ...]) -> _Answer:
-        """Send a command before the event loop waits again. Raises redis.DataError."""
+        """Send a command before the event loop waits again. Raises redis.DataError, or why nothing can be sent."""
+        if self.error is not None:
+            raise _same(self.error)
         packed = _pack(*command)
         future = self._loop.create_future()
         if not self._unwritten:
@@ -187,10 +200,15 @@ class _Line:
         return _Answer(future)
 
     def _write(self) -> None:
-        writer = self._connection._writer
-        if self.error is None and writer is not None:
-            writer.write(b"".join(self._unwritten))
+        data = b"".join(self._unwritten)
         self._unwritten.clear()
+        writer = self._connection._writer
+        if self.error is not None or writer is None:
+            return
+        try:
+            writer.write(data)
+        except (OSError, RuntimeError) as e:  # RuntimeError: uvloop knows before the reader does that it is closed
+            self.close(Disconnected(f"cannot write: {e}"))
 
     async def _read(self) -> None:
         try:

@@ -8,7 +8,6 @@ have attempts left. Sits between the queue's reclaim and the claim; no torch her
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pdq.connection import AsyncRedis
 from pdq.keys import GROUP, Keys
@@ -35,10 +34,7 @@ class Suspects:
         """
         if not entries:
             return []
-        pipe = self._redis.pipeline(transaction=False)
-        for _, _, request_id in entries:
-            pipe.hget(self._keys.request(request_id), "tries")
-        tries: list[Any] = await pipe.execute()
+        tries = await self._redis.execute_all(*(("HGET", self._keys.request(name), "tries") for _, _, name in entries))
         self._taken &= running
         chosen = []
         for entry, n in zip(entries, tries, strict=True):

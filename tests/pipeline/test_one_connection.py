@@ -14,7 +14,7 @@ from redis.exceptions import TimeoutError as Unanswered
 
 from pdq import connection
 from tests.faults.proxy import Proxy
-from tests.servers import Server
+from tests.servers import Server, free_port
 
 
 @pytest.fixture
@@ -121,6 +121,36 @@ async def test_refused_connections_are_an_error_for_all_who_wait(client: connect
     assert {type(e) for e in ends} == {Disconnected}
     await proxy.listen()
     assert await client.ping()
+
+
+async def test_connections_that_end_as_soon_as_they_are_made_are_an_error_for_all_who_wait(
+    client: connection.AsyncRedis, proxy: Proxy
+) -> None:
+    target, proxy.target = proxy.target, free_port()
+    async with asyncio.timeout(connection.COMMAND_TIMEOUT):
+        ends = await asyncio.gather(*(client.ping() for _ in range(20)), return_exceptions=True)
+    assert {type(e) for e in ends} == {Disconnected}
+    proxy.target = target
+    assert await client.ping()
+
+
+async def test_nobody_hangs_while_connections_are_cut_again_and_again(
+    client: connection.AsyncRedis, proxy: Proxy
+) -> None:
+    async def ask(i: int) -> object:
+        try:
+            return await client.echo(f"{i}")
+        except Disconnected as e:
+            return type(e)
+
+    async with asyncio.timeout(connection.COMMAND_TIMEOUT):  # an answer that never comes would take longer
+        for _ in range(50):
+            tasks = [asyncio.create_task(ask(i)) for i in range(10)]
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+                proxy.cut()
+            for i, answer in enumerate(await asyncio.gather(*tasks)):
+                assert answer in (f"{i}".encode(), Disconnected)
 
 
 async def test_a_closed_client_leaves_no_connection(server: Server) -> None:
