@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,7 +40,6 @@ from pdq.messages import (
     Event,
     Message,
     Request,
-    SamplingParams,
     Timings,
     TokenLogprob,
     Usage,
@@ -346,9 +345,7 @@ class AsyncClient:
 
 
 def _unseeded(request: Request) -> Request:
-    values = {f.name: getattr(request, f.name) for f in fields(Request)}
-    chosen = {f.name: getattr(request.sampling, f.name) for f in fields(SamplingParams)} | {"seed": 0}
-    return Request(**values | {"sampling": SamplingParams(**chosen)})
+    return replace(request, sampling=replace(request.sampling, seed=0))
 
 
 def _prompt_field(request: Request) -> str:

@@ -58,6 +58,7 @@ class KVTransfer:
             spec.fingerprint, self._form.dtype, spec.layout, self._form.token_bytes, self._form.fixed_bytes
         )
         self.block_size = settings.block_size
+        self._unwanted: list[str] = []  # tails, until the task that drops them runs
         self._threads = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="pdq-bulk")
         largest = HEADER_BYTES + self._codec.payload_bytes(self.block_size)
         self._redis = bulk.connect(settings.blocks_url, BULK_THREADS, largest)
@@ -86,10 +87,10 @@ class KVTransfer:
         `seconds`.
         """
         hashes = chain.hashes[: most // self.block_size]
+        if not (chain.shared and chain.hashes):
+            return 0
 
         def fetch() -> int:
-            if not chain.shared:
-                return 0
             chain.pin = self.store.pin(seconds)
             first, more = chain.stored, hashes[chain.stored :]
             payloads = self.store.get(more[: self.store.longest_prefix(more)], first=first)
@@ -104,6 +105,9 @@ class KVTransfer:
 
         The blocks are pinned for `seconds`.
         """
+
+        if not chain.length:
+            return 0
 
         def fetch() -> int:
             chain.stored = self._fill(slot, self.store.get(chain.hashes, indexed=chain.shared))
@@ -175,19 +179,14 @@ class KVTransfer:
         elif chain.stored:
             await self._run(lambda: self.store.drop(chain.hashes[: chain.stored]))
 
-    async def export_tail(self, slot: Slot, chain: Prefix) -> memoryview | None:
-        """The partial last block, without header; None if there is none. Not while the slot is in a forward."""
-        if chain.length == chain.full:
-            return None
-        (value,) = await self._run(
-            lambda: self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
-        )
-        return value
+    async def publish_tail(self, key: str, slot: Slot, chain: Prefix, seconds: float) -> bool:
+        """Store the partial last block of a request that has `seconds` left; was there room?
 
-    async def publish_tail(self, key: str, value: memoryview, chain: Prefix, seconds: float) -> bool:
-        """Store the tail of a request that has `seconds` left; was there room?"""
+        Not while the slot is in a forward, nor if there is no such block.
+        """
 
         def send() -> bool:
+            (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
             packed = self._form.pack(value, HEADER_BYTES)
             self._codec.seal(packed, chain.tail_hash, chain.full, chain.length)
             return self.store.put_tail(key, packed, seconds + GRACE_SECONDS)
@@ -195,9 +194,17 @@ class KVTransfer:
         return await self._run(send)
 
     async def drop_tail(self, key: str) -> None:
-        """Delete a tail that nobody will want again; its TTL covers a failure to."""
-        if key:
-            await self._run(lambda: self.store.drop_tail(key))
+        """Delete a tail that nobody will want again; its TTL covers a failure to. Those of one moment go together."""
+        if not key:
+            return
+        self._unwanted.append(key)
+        if len(self._unwanted) == 1:
+            self._dropping = asyncio.create_task(self._drop_tails())
+        await asyncio.shield(self._dropping)
+
+    async def _drop_tails(self) -> None:
+        unwanted, self._unwanted = self._unwanted, []
+        await self._run(lambda: self.store.drop_tails(unwanted))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await in_thread(self._threads, work)

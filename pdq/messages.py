@@ -10,12 +10,12 @@ Knows nothing of Redis, keys or torch.
 
 from __future__ import annotations
 
-import math
-import types
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgpack
+
+from pdq.wire import Mismatch, check_of, plain
 
 VERSION = 1  # rises with every change; appended fields included
 OLDEST_VERSION = 1  # that still decodes
@@ -250,7 +250,7 @@ _KINDS: dict[type[Any], int] = {Request: 1, Handoff: 2, Event: 3, WorkerInfo: 4}
 def encode(message: Request | Handoff | Event | WorkerInfo) -> bytes:
     """`message` as bytes. Raises BadMessage if it is over MAX_MESSAGE_BYTES or holds what msgpack cannot."""
     try:
-        data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *_flat(message)], use_bin_type=True)
+        data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *plain(message)], use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as e:  # half a surrogate pair, an integer above 64 bits, ...
         raise BadMessage(f"{type(message).__name__}: {e}") from e
     if len(data) > MAX_MESSAGE_BYTES:
@@ -272,68 +272,12 @@ def decode(cls: type[M], data: bytes) -> M:
         raise BadMessage(f"version {raw[0]}, expected {OLDEST_VERSION} to {VERSION}", newer=raw[0] > VERSION)
     if raw[1] != _KINDS[cls]:
         raise BadMessage(f"kind {raw[1]} is not {cls.__name__}")
-    built = _build(cls, raw[2:], cls.__name__)
-    assert isinstance(built, cls)  # noqa: S101  _build makes instances of cls only
+    built: M = _typed(cls, raw[2:])
     return built
 
 
-def _flat(message: Any) -> list[Any]:
-    values = (getattr(message, f.name) for f in fields(message))
-    return [_plain(v) for v in values]
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return _flat(value)
-    if isinstance(value, tuple) and value and not isinstance(value[0], int | str | float):
-        return [_plain(v) for v in value]
-    return value
-
-
-_SCHEMAS: dict[type[Any], tuple[tuple[str, Any, bool], ...]] = {}
-
-
-def _schema(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, type, required) of each field."""
-    if cls not in _SCHEMAS:
-        hints = get_type_hints(cls)
-        _SCHEMAS[cls] = tuple((f.name, hints[f.name], f.default is MISSING) for f in fields(cls))
-    return _SCHEMAS[cls]
-
-
-def _build(cls: type[Any], raw: Any, where: str) -> Any:
-    schema = _schema(cls)
-    if not isinstance(raw, list) or len(raw) > len(schema):
-        raise BadMessage(f"{where}: expected an array of at most {len(schema)} fields")
-    if any(required for _, _, required in schema[len(raw) :]):
-        raise BadMessage(f"{where}: fields are missing")
-    return cls(*(_check(hint, value, f"{where}.{name}") for (name, hint, _), value in zip(schema, raw, strict=False)))
-
-
-def _check(hint: Any, value: Any, where: str) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        options = [a for a in get_args(hint) if a is not type(None)]
-        if value is None and len(options) < len(get_args(hint)):
-            return None
-        return _check(options[0], value, where)
-    if origin is tuple:
-        args = get_args(hint)
-        if not isinstance(value, list):
-            raise BadMessage(f"{where}: expected an array")
-        if args[-1] is ...:
-            if args[0] is int:  # the long ones: token ids
-                if not all(type(v) is int for v in value):
-                    raise BadMessage(f"{where}: expected integers")
-                return tuple(value)
-            return tuple(_check(args[0], v, where) for v in value)
-        if len(value) != len(args):
-            raise BadMessage(f"{where}: expected {len(args)} items")
-        return tuple(_check(a, v, where) for a, v in zip(args, value, strict=True))
-    if hasattr(hint, "__dataclass_fields__"):
-        return _build(hint, value, where)
-    if hint is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if type(value) is not hint or (hint is float):
-        raise BadMessage(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
-    return value
+def _typed(cls: type[Any], values: list[Any]) -> Any:
+    try:
+        return check_of(cls)(values)
+    except Mismatch as e:
+        raise BadMessage(f"{'.'.join([cls.__name__, *e.path])}: {e}") from e

@@ -8,7 +8,7 @@ lease), then `claim`. No torch here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +41,7 @@ class Job:
     """A claimed request: the right to work on it while the lease holds.
 
     visible: tokens already in the reply stream. remaining: seconds to the deadline. timings: so far.
-    claimed_ms: server time of the claim.
+    claimed_ms: server time of the claim. events: the first of those that are visible.
     """
 
     id: str
@@ -56,6 +56,7 @@ class Job:
     claimed_ms: int
     timings: Timings
     requeues: int
+    events: tuple[bytes, ...] = ()
 
     def fence(self) -> Fence:
         """The leading arguments of the fenced scripts: attempt, owner, group, entry."""
@@ -104,30 +105,25 @@ class Queue:
                     raise
 
     async def read(self, count: int, wait: float) -> list[Entry]:
-        """New entries: the best lane's first, else wait up to `wait` seconds (at most BLOCK_SECONDS) for any.
+        """Up to `count` new entries, the best lane's first; else wait up to `wait` seconds (at most BLOCK_SECONDS).
 
-        wait: 0 takes only what nobody waits for, since a new entry goes to whoever waits at once.
-        At most `count` from one stream. Raises RedisError; a NOGROUP answer makes the groups again and reads nothing.
+        wait: 0 takes only what nobody waits for, since a new entry goes to whoever waits at once. After a wait there
+        may be `count` of each stream. Raises RedisError; a NOGROUP answer makes the groups again and reads nothing.
         An entry whose delivery was lost on the way is ours without our knowing; `reclaim` finds it a lease later.
         """
         try:
-            if len(self.streams) > 1:
-                for stream in self.streams:
-                    if found := _entries(await self._read({stream: ">"}, count, None)):
-                        return found
-            if not wait:
-                return []
-            block = int(min(wait, BLOCK_SECONDS) * 1000)
-            return _entries(await self._read(dict.fromkeys(self.streams, ">"), count, max(block, 1)))
+            if len(self.streams) > 1 or not wait:
+                found = await scripts.take(self.streams, GROUP, self.owner, count).run(self._redis)
+                if found or not wait:
+                    return _entries((stream, _pairs(entries)) for stream, entries in found)
+            block = max(int(min(wait, BLOCK_SECONDS) * 1000), 1)
+            streams: dict[Any, Any] = dict.fromkeys(self.streams, ">")
+            return _entries(await self._waiting.xreadgroup(GROUP, self.owner, streams, count=count, block=block))
         except ResponseError as e:
             if not _no_group(e):
                 raise
             await self.make_groups()
             return []
-
-    async def _read(self, streams: dict[str, str], count: int, block: int | None) -> Any:
-        client = self._redis if block is None else self._waiting
-        return await client.xreadgroup(GROUP, self.owner, streams, count=count, block=block)  # type: ignore[arg-type]
 
     async def reclaim(self, count: int) -> list[Entry]:
         """Up to `count` entries whose owner has not renewed for a lease; a bounded look at each stream."""
@@ -153,17 +149,36 @@ class Queue:
 
         A request whose message cannot be read is failed for good; one of a newer protocol is left to newer workers.
         """
-        stream, entry_id, request_id = entry
-        keys = self.keys
-        reply = await scripts.claim(
+        return await self._claimed(entry, await self._claim(entry).run(self._redis))
+
+    async def claim_all(self, entries: Sequence[Entry]) -> tuple[list[Job], Exception | None]:
+        """`claim` for several entries in one round trip: the jobs, and why the first claim that failed did.
+
+        Raises RedisError if Redis does not answer.
+        """
+        replies = await scripts.run_many(self._redis, [self._claim(entry) for entry in entries])
+        failed = [reply for reply in replies if isinstance(reply, Exception)]
+        found = [
+            await self._claimed(entry, reply)
+            for entry, reply in zip(entries, replies, strict=True)
+            if not isinstance(reply, Exception)
+        ]
+        return [job for job in found if job is not None], failed[0] if failed else None
+
+    def _claim(self, entry: Entry) -> scripts.Call:
+        (stream, entry_id, request_id), keys = entry, self.keys
+        return scripts.claim(
             [keys.request(request_id), keys.out(request_id), stream, keys.dead, keys.load],
             *(VERSION, GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts),
             *(self._lease_ms, self._ttl_ms, DEAD_LETTERS, CANCELLED, EXPIRED, WAITED, self._dead_event),
             secrets.token_bytes(8),
-        ).run(self._redis)
+        )
+
+    async def _claimed(self, entry: Entry, reply: Any) -> Job | None:
+        stream, entry_id, request_id = entry
         if reply[0] != b"ok":
             return None
-        attempt, message, handoff, visible, remaining, *times, requeues = reply[1:]
+        attempt, message, handoff, visible, remaining, *times, requeues, events = reply[1:]
         try:
             request = decode(Request, message)
             state = decode(Handoff, handoff) if handoff and self.stage == "decode" else None
@@ -177,6 +192,7 @@ class Queue:
             id=request_id, stream=stream, entry=entry_id, attempt=int(attempt), owner=self.owner, request=request,
             handoff=state, visible=int(visible), remaining=int(remaining) / 1000, claimed_ms=int(times[3]),
             timings=_timings(state, int(times[0]), int(times[3])), requeues=int(requeues),
+            events=tuple(events),
         )  # fmt: skip
 
     async def _refuse(self, stream: str, request_id: str, fence: Fence, why: BadMessage) -> None:
@@ -211,23 +227,21 @@ class Queue:
 
     async def emitted(self, job: Job) -> list[int]:
         """The tokens an earlier attempt or stage made visible. Raises BadMessage if they are not there any more."""
-        tokens: list[int] = []
-        after = "-"
+        tokens = [token for event in job.events for token in decode(Event, event).token_ids]
         while len(tokens) < job.visible:
-            found: Any = await self._redis.xrange(self.keys.out(job.id), min=after, count=256)
+            found: Any = await self._redis.xrange(self.keys.out(job.id), min=f"(0-{len(tokens)}", count=256)
             if not found:
                 break
-            for entry, data in found:
+            for _, data in found:
                 tokens += decode(Event, data[b"e"]).token_ids
-                after = "(" + _text(entry)
         if len(tokens) != job.visible:
             raise BadMessage(f"{job.visible} tokens are visible, {len(tokens)} were found")
         return tokens
 
-    async def first_usage(self, job: Job) -> Usage | None:
+    @staticmethod
+    def first_usage(job: Job) -> Usage | None:
         """What an earlier attempt said with token 0, if that is visible."""
-        found: Any = await self._redis.xrange(self.keys.out(job.id), count=1) if job.visible else []
-        return decode(Event, found[0][1][b"e"]).usage if found else None
+        return decode(Event, job.events[0]).usage if job.events else None
 
     async def hand_off(self, job: Job, handoff: Handoff) -> int:
         """Put the request into the decode stage; returns the KV tokens that wait there now.
@@ -247,10 +261,7 @@ class Queue:
 
         None with an empty stream, whatever the sum says: requests whose keys were lost are never taken off it.
         """
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.hget(self.keys.load, "held")
-        pipe.xlen(self.keys.decode)
-        held, waiting = await pipe.execute()
+        held, waiting = await self._redis.execute_all(("HGET", self.keys.load, "held"), ("XLEN", self.keys.decode))
         return int(held or 0) if waiting else 0
 
     async def end(self, job: Job, error: PdqError) -> None:
@@ -345,6 +356,11 @@ def _timings(handoff: Handoff | None, submitted: int, now: int) -> Timings:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _pairs(entries: Any) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries as they come from a script: id and [name, value, ...]."""
+    return ((entry, dict(zip(flat[::2], flat[1::2], strict=True))) for entry, flat in entries)
 
 
 def _entries(reply: Any) -> list[Entry]:

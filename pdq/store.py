@@ -234,8 +234,8 @@ class BlockStore:
         self.count(bytes_in=len(payload))
         return payload
 
-    def drop_tail(self, key: str) -> None:
-        self._values.run(("UNLINK", key))
+    def drop_tails(self, names: Sequence[str]) -> None:
+        self._values.run(*(("UNLINK", name) for name in names))
 
     def count(self, **amounts: int) -> None:
         with self._lock:

@@ -222,12 +222,16 @@ class Worker:
 
     async def _take(self, stage: Stage, free: int) -> None:
         reclaimed = await self._reclaim(free)
-        for entry in reclaimed or await self.queue.read(free, READ_SECONDS if stage.waits else 0.0):
-            job = await self.queue.claim(entry)
-            if job is not None:
-                self._start(stage, job)
-                if reclaimed:
-                    self._next_reclaim = 0.0  # there may be more, left by many or by one too old for them
+        entries = reclaimed or await self.queue.read(free, READ_SECONDS if stage.waits else 0.0)
+        if not entries:
+            return
+        jobs, failed = await self.queue.claim_all(entries)
+        for job in jobs:
+            self._start(stage, job)
+        if jobs and reclaimed:
+            self._next_reclaim = 0.0  # there may be more, left by many or by one too old for them
+        if failed is not None:
+            raise failed
 
     async def _reclaim(self, free: int) -> list[Entry]:
         now = time.monotonic()
@@ -300,11 +304,11 @@ class Worker:
                     self._joined = True
                     self._changed.set()
                 seconds, _ = await self._redis.time()
-                pipe = self._redis.pipeline(transaction=False)
-                pipe.set(self.keys.worker(self.name), encode(info), px=heartbeats.TTL_MS)
-                pipe.zadd(self.keys.workers, {self.name: seconds * 1000})
-                pipe.zremrangebyscore(self.keys.workers, "-inf", seconds * 1000 - STALE_MS)
-                await pipe.execute()
+                await self._redis.execute_all(
+                    ("SET", self.keys.worker(self.name), encode(info), "PX", heartbeats.TTL_MS),
+                    ("ZADD", self.keys.workers, seconds * 1000, self.name),
+                    ("ZREMRANGEBYSCORE", self.keys.workers, "-inf", seconds * 1000 - STALE_MS),
+                )
             except RedisError as e:
                 log.debug("%s: no heartbeat: %s", self.name, e)
             await self._check_blocks()

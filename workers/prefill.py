@@ -144,7 +144,7 @@ class PrefillStage:
         slot = await parts.slots.open(len(sequence), running)
         prompt = Prompt(running, work, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
-            prompt.earlier = await parts.worker.queue.first_usage(job)
+            prompt.earlier = parts.worker.queue.first_usage(job)
             token = await self._compute(prompt)
             await self._deliver(prompt, token, _timings(prompt))
         finally:
@@ -278,11 +278,10 @@ class PrefillStage:
         chain, transfer, job = prompt.chain, self._parts.transfer, prompt.running.job
         if chain.stored < len(chain.hashes):
             return "", chain.stored * self._settings.block_size
-        tail = await transfer.export_tail(prompt.slot, chain)
-        if tail is None:
+        if chain.length == chain.full:
             return "", chain.length
         key = keys.tail(job.id, job.attempt)
-        if await transfer.publish_tail(key, tail, chain, prompt.running.remaining):
+        if await transfer.publish_tail(key, prompt.slot, chain, prompt.running.remaining):
             return key, chain.length
         return "", chain.full
 

@@ -8,9 +8,12 @@ if #pending == 0 or pending[1][2] ~= ARGV[4] then return {'lost'} end
 local function claimed()
   local g = redis.call('HMGET', KEYS[1], 'attempt', 'msg', 'handoff', 'pos', 'deadline', 't_submit', 't_prefill',
     't_handoff', 't_' .. ARGV[6], 'requeues')
-  local t = tonumber(g[9])
+  local t, events = tonumber(g[9]), {}
+  if g[4] ~= '0' then -- mostly token 0: spares decode a question
+    for i, e in ipairs(redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 16)) do events[i] = e[2][2] end
+  end
   return {'ok', tonumber(g[1]), g[2] or '', g[3] or '', tonumber(g[4]), g[5] - now(), tonumber(g[6] or t),
-    tonumber(g[7] or t), tonumber(g[8] or t), t, tonumber(g[10] or 0)}
+    tonumber(g[7] or t), tonumber(g[8] or t), t, tonumber(g[10] or 0), events}
 end
 local f = redis.call('HMGET', KEYS[1], 'stage', 'entry', 'cancel', 'deadline', 'queue_deadline', 'tries', 'attempt', 'v',
   'state', 'claim')

@@ -169,6 +169,47 @@ async def test_lanes_are_taken_best_first_and_first_come_first_served(pool: Pool
     assert [(await pool.take(prefill)).id for _ in range(4)] == ["h", "n1", "n2", "b"]
 
 
+async def test_a_read_takes_no_more_than_asked_over_all_lanes(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    await prefill.make_groups()
+    for lane in ("batch", "normal", "high", "normal"):
+        await pool.client.submit(prompt=lane, lane=lane)
+    jobs, failed = await prefill.claim_all(await prefill.read(3, 0.1))
+    assert failed is None
+    assert [job.request.prompt for job in jobs] == ["high", "normal", "normal"]
+    assert await pool.depth(prefill) == (4, 3)
+
+
+async def test_a_claim_that_fails_costs_its_neighbours_nothing(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    for prompt in ("a", "b", "c"):
+        await pool.client.submit(prompt=prompt)
+    entries = await prefill.read(3, 0.1)
+    while not entries:
+        entries = await prefill.read(3, 0.1)
+    key = pool.keys.request(entries[1][2])
+    await pool.redis.rename(key, pool.keys.request("elsewhere"))
+    await pool.redis.set(key, "not a hash")
+    jobs, failed = await prefill.claim_all(entries)
+    assert [job.request.prompt for job in jobs] == ["a", "c"]
+    assert isinstance(failed, redis.exceptions.ResponseError)
+    await pool.redis.rename(pool.keys.request("elsewhere"), key)
+
+
+async def test_a_claim_brings_the_first_events_and_the_rest_are_read(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    await pool.client.submit(prompt="hi", max_tokens=50)
+    job = await pool.take(prefill)
+    assert (job.events, await prefill.emitted(job), prefill.first_usage(job)) == ((), [], None)
+    for i in range(40):
+        assert await prefill.write([(job, Event(i, (100 + i,), "x", usage=USAGE if i == 0 else None))]) == ["ok"]
+    again = await pool.take_over(pool.queue("prefill", "p2"))
+    assert again is not None
+    assert 0 < len(again.events) < 40
+    assert await prefill.emitted(again) == list(range(100, 140))
+    assert prefill.first_usage(again) == USAGE
+
+
 async def test_requests_queued_before_the_first_worker_are_seen(pool: Pool) -> None:
     await pool.client.submit(prompt="early", id="a")
     assert (await pool.take(pool.queue("prefill", "p1"))).id == "a"
@@ -308,11 +349,13 @@ async def test_sent_again_after_a_lost_reply_each_write_answers_as_before_and_re
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every script is sent twice, as after a lost reply; holds the second answers."""
+    """Every transition is sent twice, as after a lost reply; holds the second answers."""
     answers: list[Any] = []
     run = scripts.Call.run
 
     async def twice(self: scripts.Call, redis: connection.AsyncRedis) -> Any:
+        if self.script is scripts.take:  # no transition: what it read is ours, or comes back after a lease
+            return await run(self, redis)
         await run(self, redis)
         answers.append(await run(self, redis))
         return answers[-1]
@@ -351,7 +394,8 @@ async def test_a_claim_sent_again_after_somebody_elses_changes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(scripts.Call, "run", kept)
         await pool.take(pool.queue("prefill", "p1"))
-    (claim,) = calls
+    claim = calls[-1]
+    assert claim.script is scripts.claim
     new = await pool.take_over(pool.queue("prefill", "p2"))
     assert new is not None
     assert await claim.run(pool.redis) == [b"lost"]
@@ -642,8 +686,8 @@ async def test_a_wrong_option_is_named_before_anything_is_sent(options: dict[str
 
 def test_every_script_declares_what_it_touches() -> None:
     names = [n for n in vars(scripts) if isinstance(getattr(scripts, n), scripts.Script)]
-    assert len(names) == 15
-    assert len({getattr(scripts, n).sha for n in names}) == 15
+    assert len(names) == 16
+    assert len({getattr(scripts, n).sha for n in names}) == 16
     for name in names:
         assert "pdq:" not in getattr(scripts, name).text
 

@@ -134,7 +134,7 @@ def test_a_tail_opens_only_as_what_it_is(store: BlockStore) -> None:
     assert store.get_tail("k", name, 4, 6) == bytes(2 * TOKEN)
     with pytest.raises(KVMiss):
         store.get_tail("k", prefix.tail_hash(HASHES[0], TOKENS[5:7]), 4, 6)
-    store.drop_tail("k")
+    store.drop_tails(["k"])
     with pytest.raises(KVMiss):
         store.get_tail("k", name, 4, 6)
 
