@@ -183,6 +183,9 @@ class PrefillSettings(WorkerSettings):
     """`pdq worker prefill`."""
 
     chunk_tokens: int = setting(512, "Prompt tokens in one forward.", low=1, high=65536)
+    local_prefill_tokens: int = setting(
+        0, "A prompt that lacks KV of no more tokens may be left to a decode worker with little to do.", low=0
+    )
     max_handoff: str = setting("4GiB", "Prefill pauses while more KV than this waits for decode workers.")
 
     @property

@@ -148,6 +148,10 @@ class Worker:
         await self._close()
         await stage.close()
 
+    async def neighbours(self) -> list[WorkerInfo]:
+        """The pool's live workers, this one included. Raises RedisError."""
+        return await heartbeats.live(self._redis, self.keys)
+
     def more_room(self) -> None:
         """The stage's capacity may have grown."""
         self._changed.set()

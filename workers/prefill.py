@@ -31,6 +31,7 @@ from pdq.prefill_forwards import Chunk, Forwards, Prompt, work_of
 from pdq.prefill_schedule import Work, has_room
 from pdq.program import Parts, run_program
 from pdq.queue import Job
+from pdq.short_path import ShortPath
 from pdq.validate import check_sampling
 from pdq.worker import retried
 
@@ -57,6 +58,7 @@ class PrefillStage:
         self._idle.set()
         self._jobs: dict[Running, int] = {}  # all in work, with their tokens
         self._coming: dict[bytes, asyncio.Task[None]] = {}  # blocks on their way to the store
+        self._short = ShortPath(settings.local_prefill_tokens, parts.worker.neighbours)
         self._next_look = 0.0
         self._held = 0  # KV tokens that waited for decode after our last handoff
         self._most_held = settings.max_handoff_bytes // parts.engine.spec.token_bytes
@@ -93,7 +95,7 @@ class PrefillStage:
         return True
 
     async def close(self) -> None:
-        self._parts.transfer.close()
+        await self._parts.transfer.aclose()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         return [self._forwards.run()]
@@ -145,8 +147,12 @@ class PrefillStage:
         prompt = Prompt(running, work, tokens, sequence, chain, slot, None if emitted else job.request.sampling)
         try:
             prompt.earlier = parts.worker.queue.first_usage(job)
-            token = await self._compute(prompt)
-            await self._deliver(prompt, token, _timings(prompt))
+            await self._load(prompt)
+            if prompt.sampling is not None and await self._short.takes(prompt.work.remaining):
+                await self._leave_to_decode(prompt)
+            else:
+                token = await self._compute(prompt)
+                await self._deliver(prompt, token, _timings(prompt))
         finally:
             if prompt.storing is not None:
                 prompt.storing.cancel()
@@ -162,6 +168,13 @@ class PrefillStage:
             await self._parts.transfer.end(prompt.chain)
         else:
             await self._hand_off(prompt, timings)
+
+    async def _leave_to_decode(self, prompt: Prompt) -> None:
+        """Hand the job on without token 0, and with no KV but what the store had."""
+        self._computed(prompt.running)
+        self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached, short_paths=1)
+        prompt.began = time.monotonic()
+        await self._hand_off(prompt, _timings(prompt))
 
     async def _tokens(self, request: Request) -> list[int]:
         if request.cost <= SHORT:
@@ -198,7 +211,6 @@ class PrefillStage:
 
         The token that follows, if it is wanted. The last chunk may still be on its way to the store.
         """
-        await self._load(prompt)
         token: int | None = None
         while prompt.slot.length < len(prompt.sequence):
             prompt.running.check()
@@ -276,7 +288,7 @@ class PrefillStage:
     async def _store_tail(self, prompt: Prompt) -> tuple[str, int]:
         """The tail's key, and how many tokens have KV in the store: fewer than all if Redis had no room."""
         chain, transfer, job = prompt.chain, self._parts.transfer, prompt.running.job
-        if chain.stored < len(chain.hashes):
+        if prompt.slot.length < chain.length or chain.stored < len(chain.hashes):
             return "", chain.stored * self._settings.block_size
         if chain.length == chain.full:
             return "", chain.length

@@ -262,5 +262,5 @@ async def test_a_trace_of_conversations_hits_more_in_the_shared_cache_than_in_a_
     from tests.pipeline.trace import conversations, replay
 
     found = await replay(server, conversations(30, seed=3), seed=3)
-    assert found.shared > 1.2 * found.per_worker
+    assert found.shared > 1.1 * found.per_worker
     assert found.shared > 0.6 * found.prompt
