@@ -1,7 +1,8 @@
 """Moves KV between an engine's slots and the block store: what prefill and decode do with a prompt's blocks.
 
-One object a worker. Redis calls run in a small thread pool of their own (sync clients), so that neither the event loop
-nor the engine's thread waits for bytes. Between the store (bytes, hashes) and the engine (slots); no torch here.
+One object a worker. Redis calls with blocks run in a small thread pool of their own (sync clients), so that neither the
+event loop nor the engine's thread waits for bytes; a small tail, and what only names a tail, goes over the event loop.
+Between the store (bytes, hashes) and the engine (slots); no torch here.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pdq import bulk, prefix
+from redis.exceptions import OutOfMemoryError
+
+from pdq import bulk, connection, prefix
 from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
+from pdq.bulk import Value
 from pdq.config import WorkerSettings
 from pdq.engine.base import Engine, Slot
 from pdq.kv_form import form
@@ -22,6 +26,7 @@ from pdq.store import BlockStore
 T = TypeVar("T")
 Blocks = list[tuple[bytes, memoryview]]  # neighbours in a chain: hash, and value without its header
 BULK_THREADS = 4
+SMALL = 1 << 16  # bytes of a tail that travels without a thread
 GRACE_SECONDS = 60.0  # that what belongs to one request alone outlives its deadline
 
 
@@ -58,19 +63,22 @@ class KVTransfer:
             spec.fingerprint, self._form.dtype, spec.layout, self._form.token_bytes, self._form.fixed_bytes
         )
         self.block_size = settings.block_size
-        self._unwanted: list[str] = []  # tails, until the task that drops them runs
         self._threads = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="pdq-bulk")
         largest = HEADER_BYTES + self._codec.payload_bytes(self.block_size)
         self._redis = bulk.connect(settings.blocks_url, BULK_THREADS, largest)
+        # A cluster's tails are on all its nodes.
+        self._short = None if connection.is_cluster(settings.blocks_url) else connection.command(settings.blocks_url)
         self.store = BlockStore(
             self._redis, self._codec, block_size=self.block_size, ttl=settings.kv_ttl,
             budget=settings.kv_budget_bytes, local=settings.local_cache_size,
         )  # fmt: skip
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections. A call that runs meanwhile may fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
+        if self._short is not None:
+            await self._short.aclose()
 
     def prefix(self, token_ids: Sequence[int], request: Request) -> Prefix:
         """The chain of `token_ids` within the request's tenant, or, with its cache off, within the request."""
@@ -108,6 +116,9 @@ class KVTransfer:
 
         if not chain.length:
             return 0
+        if not chain.hashes and self._short is not None and self._is_small(chain):
+            value: Any = await self._short.get(tail_key)
+            return self._take_tail(slot, chain, value)
 
         def fetch() -> int:
             chain.stored = self._fill(slot, self.store.get(chain.hashes, indexed=chain.shared))
@@ -130,12 +141,19 @@ class KVTransfer:
         return count
 
     def _load_tail(self, slot: Slot, chain: Prefix, key: str) -> int:
+        return self._take_tail(slot, chain, self.store.fetch_tail(key))
+
+    def _take_tail(self, slot: Slot, chain: Prefix, value: Value | None) -> int:
         try:
-            tail = self.store.get_tail(key, chain.tail_hash, chain.full, chain.length)
+            tail = self.store.open_tail(value, chain.tail_hash, chain.full, chain.length)
         except KVMiss:
             return chain.full
         self._engine.load(slot, chain.full, [(chain.length - chain.full, self._form.unpack(tail))])
         return chain.length
+
+    def _is_small(self, chain: Prefix) -> bool:
+        """Does the tail cost less on the event loop than the way to a thread and back?"""
+        return (chain.length - chain.full) * self._form.token_bytes <= SMALL
 
     def export(self, slot: Slot, chain: Prefix, start: int, stop: int) -> Blocks:
         """The full blocks of tokens [start, stop). Not while the slot is in a forward."""
@@ -184,27 +202,31 @@ class KVTransfer:
 
         Not while the slot is in a forward, nor if there is no such block.
         """
+        ttl = seconds + GRACE_SECONDS
+        if self._short is None or not self._is_small(chain):
+            return await self._run(lambda: self.store.put_tail(key, self._tail(slot, chain), ttl))
+        value = self._tail(slot, chain)
+        try:
+            await self._short.set(key, bytes(value), px=max(int(ttl * 1000), 1))
+        except OutOfMemoryError:
+            return self.store.count_tail(value, stored=False)
+        return self.store.count_tail(value, stored=True)
 
-        def send() -> bool:
-            (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
-            packed = self._form.pack(value, HEADER_BYTES)
-            self._codec.seal(packed, chain.tail_hash, chain.full, chain.length)
-            return self.store.put_tail(key, packed, seconds + GRACE_SECONDS)
-
-        return await self._run(send)
+    def _tail(self, slot: Slot, chain: Prefix) -> memoryview:
+        """Sealed."""
+        (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
+        packed = self._form.pack(value, HEADER_BYTES)
+        self._codec.seal(packed, chain.tail_hash, chain.full, chain.length)
+        return packed
 
     async def drop_tail(self, key: str) -> None:
-        """Delete a tail that nobody will want again; its TTL covers a failure to. Those of one moment go together."""
+        """Delete a tail that nobody will want again; its TTL covers a failure to."""
         if not key:
             return
-        self._unwanted.append(key)
-        if len(self._unwanted) == 1:
-            self._dropping = asyncio.create_task(self._drop_tails())
-        await asyncio.shield(self._dropping)
-
-    async def _drop_tails(self) -> None:
-        unwanted, self._unwanted = self._unwanted, []
-        await self._run(lambda: self.store.drop_tails(unwanted))
+        if self._short is not None:
+            await self._short.unlink(key)
+        else:
+            await self._run(lambda: self.store.drop_tail(key))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await in_thread(self._threads, work)

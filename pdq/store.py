@@ -219,13 +219,20 @@ class BlockStore:
 
     def put_tail(self, key: str, value: memoryview, ttl: float) -> bool:
         """Store the sealed partial block of a handoff for `ttl` seconds; was there room? Raises RedisError."""
-        stored = self._values.put([(key, value)], max(int(ttl * 1000), 1))
-        self.count(bytes_out=len(value) * stored, dropped_tails=1 - stored)
-        return bool(stored)
+        return self.count_tail(value, stored=self._values.put([(key, value)], max(int(ttl * 1000), 1)) == 1)
 
-    def get_tail(self, key: str, tail_hash: bytes, start: int, stop: int) -> memoryview:
-        """The checked payload of tokens [start, stop). Reading does not delete. Raises KVMiss, RedisError."""
+    def count_tail(self, value: memoryview, *, stored: bool) -> bool:
+        """Somebody has tried to store a tail; returns `stored`."""
+        self.count(bytes_out=len(value) * stored, dropped_tails=1 - stored)
+        return stored
+
+    def fetch_tail(self, key: str) -> Value | None:
+        """Reading does not delete. Raises RedisError."""
         (value,) = self._values.get([key])
+        return value
+
+    def open_tail(self, value: Value | None, tail_hash: bytes, start: int, stop: int) -> memoryview:
+        """The checked payload of tokens [start, stop) in the value of a tail. Raises KVMiss."""
         try:
             payload = self._codec.open(value, tail_hash, start, stop)
         except KVMiss as miss:
@@ -234,8 +241,8 @@ class BlockStore:
         self.count(bytes_in=len(payload))
         return payload
 
-    def drop_tails(self, names: Sequence[str]) -> None:
-        self._values.run(*(("UNLINK", name) for name in names))
+    def drop_tail(self, key: str) -> None:
+        self._values.run(("UNLINK", key))
 
     def count(self, **amounts: int) -> None:
         with self._lock:

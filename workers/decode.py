@@ -159,7 +159,7 @@ class DecodeStage:
 
     async def close(self) -> None:
         await self._write_back.close()
-        self._parts.transfer.close()
+        await self._parts.transfer.aclose()
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         return [self._steps(), self._writes()]

@@ -130,13 +130,13 @@ def test_a_tail_opens_only_as_what_it_is(store: BlockStore) -> None:
     name = prefix.tail_hash(HASHES[0], TOKENS[4:6])
     CODEC.seal(tail, name, 4, 6)
     store.put_tail("k", tail, 10)
-    assert store.get_tail("k", name, 4, 6) == bytes(2 * TOKEN)
-    assert store.get_tail("k", name, 4, 6) == bytes(2 * TOKEN)
+    assert store.open_tail(store.fetch_tail("k"), name, 4, 6) == bytes(2 * TOKEN)
+    assert store.open_tail(store.fetch_tail("k"), name, 4, 6) == bytes(2 * TOKEN)
     with pytest.raises(KVMiss):
-        store.get_tail("k", prefix.tail_hash(HASHES[0], TOKENS[5:7]), 4, 6)
-    store.drop_tails(["k"])
+        store.open_tail(store.fetch_tail("k"), prefix.tail_hash(HASHES[0], TOKENS[5:7]), 4, 6)
+    store.drop_tail("k")
     with pytest.raises(KVMiss):
-        store.get_tail("k", name, 4, 6)
+        store.open_tail(store.fetch_tail("k"), name, 4, 6)
 
 
 def test_no_more_values_are_under_way_than_the_window_holds(
