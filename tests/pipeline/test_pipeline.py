@@ -9,7 +9,7 @@ from struct import pack
 
 import pytest
 
-from pdq import keys
+from pdq import keys, kv_transfer
 from pdq.client import Handle, Result
 from pdq.errors import (
     ContextTooLong,
@@ -48,6 +48,18 @@ async def leftovers(server: Server) -> set[str]:
         found = {k.decode() for k in client.scan_iter("*")}
     kept = (":out:", ":req:", "pdq:kv:", ":prefill:", "}:decode", "}:load")
     return {k for k in found if not any(part in k for part in kept)}
+
+
+@pytest.mark.parametrize("token_bytes", [8, 2 * kv_transfer.SMALL])
+async def test_small_and_large_tails_reach_decode_and_are_gone_after_the_end(server: Server, token_bytes: int) -> None:
+    async with LocalPool(server, engine=f"scripted:token_bytes={token_bytes}", kv_memory="16MiB") as pool:
+        for prompt in ("abc", "abcdefg"):  # with and without a block before the tail
+            assert (await ask(pool, prompt)).text == expected(prompt.encode(), 12)
+        decode, prefill = pool.workers["decode"][0], pool.workers["prefill"][0]
+        assert decode.stage.counters()["kv_missing"] == 0
+        assert prefill.store.counters["bytes_out"] > 6 * token_bytes
+        with server.client() as direct:
+            await until(lambda: not list(direct.scan_iter("pdq:tail:*")))
 
 
 async def test_the_answer_is_that_of_a_single_process_for_every_prompt_length(server: Server) -> None:
