@@ -43,8 +43,11 @@ class Parts:
     compute: ThreadPoolExecutor
     cores: Cores = field(default_factory=OwnCores)
 
-    def forward(self, segments: Sequence[Segment]) -> list[int | None]:
-        """`engine.forward`, with the cores of idle neighbours; for the compute thread."""
+    def forward(self, segments: Sequence[Segment], borrowing: int = 1) -> list[int | None]:
+        """`engine.forward`, from `borrowing` segments on with the cores of idle neighbours; for the compute thread."""
+        if len(segments) < borrowing:
+            self.engine.more_threads = 0
+            return self.engine.forward(segments)
         with self.cores.borrowed() as self.engine.more_threads:
             return self.engine.forward(segments)
 

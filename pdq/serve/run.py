@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +121,7 @@ class Pool:
         self._supervisor = supervisor
         self._screen = screen
         self._cores = machine.cores()
-        self._locks = tempfile.TemporaryDirectory(prefix="pdq-cores-")
+        self._locks = cache_folder() / "cores" / f"{settings.pool}-{settings.port}"
         self._workers: list[Program] = []
 
     async def up(self) -> None:
@@ -143,7 +143,8 @@ class Pool:
 
     def start_programs(self) -> None:
         """Start the gateway and the workers."""
-        self._workers = worker_programs(self.settings, self._cores, Path(self._locks.name))
+        shutil.rmtree(self._locks, ignore_errors=True)  # what a killed server left would be taken for idle workers
+        self._workers = worker_programs(self.settings, self._cores, self._locks)
         for program in (gateway_program(self.settings), *self._workers):
             self._supervisor.start(program)
 
@@ -154,7 +155,7 @@ class Pool:
         ended += await asyncio.gather(*(self._supervisor.stop(w.name, patience) for w in self._workers))
         names = [v.name for v in self._valkeys]
         ended += await asyncio.gather(*(self._supervisor.stop(name, _VALKEY_SECONDS) for name in names))
-        self._locks.cleanup()
+        shutil.rmtree(self._locks, ignore_errors=True)
         return all(ended)
 
     async def _ready(self) -> dict[str, Any]:
