@@ -32,6 +32,8 @@ from pdq.write_back import WriteBack
 
 log = logging.getLogger(__name__)
 
+BORROWING = 8  # sequences in a batch that gain more from prefill's idle cores than their threads' meetings cost
+
 
 class DecodeStage:
     """The batch, its step loop and its writer."""
@@ -208,7 +210,7 @@ class DecodeStage:
 
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
         loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self._parts.compute, self._parts.engine.forward, segments)
+        tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments, BORROWING)
         self._counters.update(steps=1, tokens=len(segments))
         self._parts.worker.leases.progress()
         return tokens
