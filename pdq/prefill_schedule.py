@@ -22,6 +22,8 @@ PATIENCE = 3
 LEAST = 8  # a piece that does not finish its prompt is at least this part of the budget: it reads all KV before it
 LONG = 3  # prompts of more than a forward that one worker has claimed: one computes, two are not in the way of others
 
+AT_ONCE = 8  # prompts claimed together: a worker that dies takes them along, and their length is a guess
+
 _turns = count()
 
 
@@ -109,3 +111,17 @@ def has_room(remaining: Iterable[int], budget: int) -> bool:
     lacking = list(remaining)
     short = [tokens for tokens in lacking if tokens <= budget]
     return sum(short) < budget and len(lacking) - len(short) < LONG
+
+
+def room_for(remaining: Iterable[int], budget: int, usual: int) -> int:
+    """How many more prompts of about `usual` tokens would start with the next forward (see `has_room`)?"""
+    lacking = list(remaining)
+    if not has_room(lacking, budget):
+        return 0
+    free = budget - sum(tokens for tokens in lacking if tokens <= budget)
+    return max(min(free // max(usual, 1), AT_ONCE), 1)
+
+
+def usual_after(usual: int, tokens: int) -> int:
+    """The usual length of prompts after one of `tokens`: a long one counts at once, and is forgotten slowly."""
+    return max(tokens, (7 * usual + tokens) // 8)

@@ -28,7 +28,7 @@ from pdq.kv_transfer import Blocks
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request, Timings
 from pdq.prefill_forwards import Chunk, Forwards, Prompt, work_of
-from pdq.prefill_schedule import Work, has_room
+from pdq.prefill_schedule import Work, room_for, usual_after
 from pdq.program import Parts, run_program
 from pdq.queue import Job
 from pdq.short_path import ShortPath
@@ -59,6 +59,7 @@ class PrefillStage:
         self._jobs: dict[Running, int] = {}  # all in work, with their tokens
         self._coming: dict[bytes, asyncio.Task[None]] = {}  # blocks on their way to the store
         self._short = ShortPath(settings.local_prefill_tokens, parts.worker.neighbours)
+        self._usual = settings.chunk_tokens  # tokens of a prompt
         self._next_look = 0.0
         self._held = 0  # KV tokens that waited for decode after our last handoff
         self._most_held = settings.max_handoff_bytes // parts.engine.spec.token_bytes
@@ -66,13 +67,13 @@ class PrefillStage:
 
     @property
     def capacity(self) -> int:
-        """One job more, if it would start with the next forward: it should not wait here while others are idle."""
+        """As many jobs more as would start with the next forward: none should wait here while others are idle."""
         budget = self._settings.chunk_tokens
-        room = has_room((work.remaining for work in self._works.values()), budget)
+        room = room_for((work.remaining for work in self._works.values()), budget, self._usual)
         unstored = len(self._coming) * self._settings.block_size
         if not room or self._parts.slots.waiting or unstored >= UNSTORED * budget:
             return len(self._jobs)
-        return min(len(self._jobs) + 1, JOBS)
+        return min(len(self._jobs) + room, JOBS)
 
     @property
     def waits(self) -> bool:
@@ -115,6 +116,7 @@ class PrefillStage:
     async def work(self, running: Running) -> None:
         self._works[running] = work = work_of(running)
         self._jobs[running] = work.remaining
+        self._usual = usual_after(self._usual, work.remaining)
         self._idle.clear()
         self._looked(work)
         try:

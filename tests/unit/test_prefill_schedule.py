@@ -8,7 +8,7 @@ from itertools import cycle
 
 import pytest
 
-from pdq.prefill_schedule import LONG, PATIENCE, Schedule, Work, has_room
+from pdq.prefill_schedule import AT_ONCE, LONG, PATIENCE, Schedule, Work, has_room, room_for, usual_after
 
 HIGH, NORMAL, BATCH = range(3)
 BUDGET = 100
@@ -176,3 +176,17 @@ def test_a_batch_prompt_is_not_starved_by_an_endless_flow_of_high_ones(length: i
 )
 def test_one_more_is_claimed_if_it_would_start_with_the_next_forward(remaining: list[int], room: bool) -> None:
     assert has_room(remaining, BUDGET) is room
+
+
+def test_short_prompts_are_claimed_together_and_one_long_one_ends_that() -> None:
+    usual = 512
+    for _ in range(40):
+        usual = usual_after(usual, 20)
+    assert usual < 30
+    assert room_for([], 512, usual) == AT_ONCE
+    assert room_for([400], 512, usual) == 112 // usual
+    assert room_for([512], 512, usual) == 0
+    assert room_for([9000, 9000], 512, usual) == AT_ONCE  # long ones are not in the way of short ones
+    usual = usual_after(usual, 4000)
+    assert usual == 4000
+    assert room_for([], 512, usual) == 1
