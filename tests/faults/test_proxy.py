@@ -261,7 +261,7 @@ async def test_a_lost_reply_repeats_nothing_and_loses_nothing(behind: Behind, wh
 async def test_a_lost_reply_to_a_cancel_ends_the_request_once(behind: Behind) -> None:
     handles = await begin(behind.client)
     readers = reading(handles)
-    for name, where in (("decoding", b"running"), ("between", b"cancelled")):
+    for name, where in (("between", b"cancelled"), ("decoding", b"running")):
         lost = behind.proxy.drop_reply(scripts.cancel.sha.encode(), where)
         assert await handles[name].cancel() is True
         assert lost.is_set()
