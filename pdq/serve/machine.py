@@ -44,13 +44,15 @@ def divide(total: int, workers: int) -> list[int]:
 def compute_variables(threads: int | None) -> dict[str, str]:
     """Variables for a program that computes with torch and moves KV; what is set in the environment already stays.
 
-    Idle OpenMP threads sleep instead of spinning for others' cores: two processes with 2 threads each on 2 cores took
-    590-960 ms for what takes 10 ms this way, and a process alone gains nothing by spinning. glibc keeps freed memory
+    OpenMP threads sleep when they wait instead of spinning for others' cores: two processes with 2 threads each on 2
+    cores took 590-960 ms for what takes 10 ms this way. Before that they look around for some microseconds: a chunk of
+    512 tokens on 2 threads took 207 ms so, and 305-390 without. glibc keeps freed memory
     of some MB instead of giving it back to the kernel, which would have to zero it page by page at the next use: blocks
     come in three times as fast.
     """
     defaults = {
         "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "1000",
         "KMP_BLOCKTIME": "0",
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
