@@ -9,6 +9,7 @@ planes of the same shape share one tensor, so that a usual model is one tensor a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_LEAST_HUGE, _MOST_HUGE = 4 << 20, 64 << 20
+_ALIGNMENT = 64  # as torch's own memory; vectors of AVX-512 are that wide
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -74,7 +78,7 @@ class TorchSlot:
         self._layout = layout
         self._zeroed = 0  # tokens before this one hold numbers, whether KV or not
         self._groups: list[torch.Tensor] | None = [
-            torch.empty((planes, 1, heads, capacity, dim), dtype=layout.dtype, device=device)
+            _memory((planes, 1, heads, capacity, dim), layout.dtype, device)
             for planes, heads, dim in layout.plane_groups
         ]
 
@@ -150,6 +154,19 @@ class TorchSlot:
     def _check_range(self, start: int, stop: int, limit: int) -> None:
         if not 0 <= start <= stop <= limit:
             raise ValueError(f"tokens [{start}, {stop}) are not in [0, {limit})")
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised. On a CPU numpy asks for huge pages, so that filling it and reading it back cost fewer faults.
+
+    Not for the largest slots: one huge page per head would be touched for the first token of a short answer.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not _LEAST_HUGE <= size <= _MOST_HUGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def _raw(planes: torch.Tensor) -> Bytes:
