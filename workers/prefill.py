@@ -229,7 +229,8 @@ class PrefillStage:
         return token
 
     def _forward(self, segments: Sequence[Segment]) -> list[int | None]:
-        tokens = self._parts.forward(segments)
+        handing_over = len(self._jobs) > len(self._works)  # decode will want its cores in a moment
+        tokens = self._parts.forward(segments, len(segments) + handing_over)
         self._parts.worker.leases.progress()
         return tokens
 
