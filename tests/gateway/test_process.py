@@ -55,6 +55,13 @@ async def serve(caplog):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
+async def until_ready(http):
+    """It listens before it has looked for the workers, and refuses requests until then."""
+    async with asyncio.timeout(5):
+        while (await http.get("/ready")).status != 200:
+            await asyncio.sleep(0.01)
+
+
 async def test_everything_but_health_is_503_while_the_model_loads(serve):
     loaded = threading.Event()
 
@@ -95,6 +102,7 @@ async def test_the_first_signal_lets_running_answers_finish_and_takes_no_more(se
     fake = FakeClient(script=lambda _: [first, said, *rest], workers_now=both())
     task, url = await serve(fake)
     async with aiohttp.ClientSession(url) as http:
+        await until_ready(http)
         response = await http.post(CHAT, json=chat(stream=True))
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(5):
@@ -116,6 +124,7 @@ async def test_a_client_that_leaves_while_it_waits_cancels(serve):
     fake = FakeClient(script=lambda _: [never], workers_now=both())
     _, url = await serve(fake)
     async with aiohttp.ClientSession(url) as http:
+        await until_ready(http)
         asking = asyncio.create_task(http.post(CHAT, json=chat()))
         async with asyncio.timeout(5):
             while not fake.handles:
@@ -130,6 +139,7 @@ async def test_open_connections_are_told_that_the_server_drains(serve):
     fake = FakeClient(script=lambda _: [Event(0, (1,), "x"), never], workers_now=both())
     task, url = await serve(fake, drain_seconds=3.0)
     async with aiohttp.ClientSession(url) as http:
+        await until_ready(http)
         held = await http.post(CHAT, json=chat(stream=True))
         host, port = re.fullmatch(r"http://(.+):(\d+)", url).groups()
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -154,6 +164,7 @@ async def test_what_is_left_after_the_drain_is_cancelled(serve):
     fake.linger = 0.3
     task, url = await serve(fake, drain_seconds=0.1)
     async with aiohttp.ClientSession(url) as http:
+        await until_ready(http)
         response = await http.post(CHAT, json=chat(stream=True))
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(task, 10)
