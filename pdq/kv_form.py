@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pdq import bfloat16
 from pdq.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -151,25 +152,13 @@ def _after(headroom: int, *parts: npt.NDArray[Any]) -> memoryview:
     return out.data
 
 
-def _bfloat16_floats(data: npt.NDArray[np.uint8]) -> Floats:
-    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _floats_bfloat16(floats: Floats) -> npt.NDArray[Any]:
-    """Round to nearest, ties to even."""
-    bits = floats.view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(floats)] = 0x7FC0
-    return rounded
-
-
 _to_floats: dict[str, Callable[[npt.NDArray[np.uint8]], Floats]] = {
-    "bfloat16": _bfloat16_floats,
+    "bfloat16": lambda data: bfloat16.widened(data.view(np.uint16)),
     "float16": lambda data: data.view(np.float16).astype(np.float32),
     "float32": lambda data: data.view(np.float32),
 }
 _from_floats: dict[str, Callable[[Floats], npt.NDArray[Any]]] = {
-    "bfloat16": _floats_bfloat16,
+    "bfloat16": bfloat16.rounded,
     "float16": lambda floats: floats.astype(np.float16),
     "float32": lambda floats: floats,
 }

@@ -82,7 +82,25 @@ class _Sight:
     spans: list[tuple[int, int]]
 
 
-class Step:
+class Lengthless:
+    """What transformers asks of any cache, answered by one whose positions are always passed explicitly."""
+
+    is_compileable = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """There is no length that all pieces share."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Asked for masks that the adapted architectures make and that nobody looks at."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As `get_query_offset`."""
+        return query_length, 0
+
+
+class Step(Lengthless):
     """KV writes and attention of one forward.
 
     reads: which layer's KV each attention call sees, in the order of the calls; several may see the same. pieces:
@@ -90,8 +108,6 @@ class Step:
     the positions from `slot.length` on; the lengths are not changed here. choice: where products are used instead of
     the fused kernel. compiled: is the compiled kernel used for single tokens, where it can be?
     """
-
-    is_compileable = False  # asked by transformers of every cache
 
     def __init__(
         self,
@@ -134,18 +150,6 @@ class Step:
             return key, value
         planes = self._sight(layer).planes
         return torch.cat(planes[2 * layer_idx], 2), torch.cat(planes[2 * layer_idx + 1], 2)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always passed explicitly, so there is no length that all pieces share."""
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Asked for masks that the adapted architectures make and that nobody looks at."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As `get_query_offset`."""
-        return query_length, 0
 
     def attend(
         self,

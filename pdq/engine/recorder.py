@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from pdq.engine.attention import attention_forward, current
+from pdq.engine.attention import Lengthless, attention_forward, current
 from pdq.engine.kv import LayerShape
 from pdq.errors import ModelUnsupported
 
 PROBING = "pdq_probe"  # like attention.IMPLEMENTATION, but the modelling code makes masks for it
 
 
-class Recorder:
+class Recorder(Lengthless):
     """Cache and attention of one forward over one sequence."""
-
-    is_compileable = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -56,15 +54,6 @@ class Recorder:
             self._refuse(layer_idx, f"keeps KV of shapes {tuple(key.shape)} and {tuple(value.shape)}")
         self._written[layer_idx] = key, value
         return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
 
     def make_mask(
         self, mask_function: Callable[..., Any], q_length: int, device: torch.device, local_size: int | None

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
+from pdq import bfloat16
 from pdq.errors import ConfigError, ModelUnsupported, PdqError
 from pdq.models.gguf_tokenizer import write_json, write_tokenizer
 
@@ -228,13 +229,9 @@ def _chunks(weight: Weight) -> Iterator[bytes]:
             wide = dequantize(part, kind)
         except NotImplementedError as e:
             raise _unsupported(f"tensors of type {kind.name} cannot be unpacked") from e
-        yield wide.tobytes() if weight.dtype == "F32" else _bfloat16(wide)
-
-
-def _bfloat16(wide: np.ndarray[Any, Any]) -> bytes:
-    """Round float32 to nearest even."""
-    bits = np.ascontiguousarray(wide, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+        if weight.dtype != "F32":
+            wide = bfloat16.rounded(np.ascontiguousarray(wide, dtype=np.float32))
+        yield wide.tobytes()
 
 
 def _rope(own: Mapping[str, Any], head_dim: int, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:

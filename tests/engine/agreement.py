@@ -1,8 +1,9 @@
-"""How much --quantization changes what a model says: `python -m tests.engine.agreement --model MODEL`.
+"""How much --quantization and --kv-codec change what a model says: `python -m tests.engine.agreement --model MODEL`.
 
 The same fixed text goes through the model in float32, as --dtype says, and quantized. At each of its positions the
 most likely next token is compared, and the distance of the distributions (Kullback-Leibler, in nats); then how long
-greedy continuations of the text's sentences stay the same.
+greedy continuations of the text's sentences stay the same. For --kv-codec int8 the KV of the first part of the text
+goes through that form, and the rest is read after it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 from pdq.engine.base import Segment
 from pdq.engine.model import load_model
 from pdq.engine.runner import TorchEngine
+from pdq.kv_form import form
 from pdq.messages import SamplingParams
 from pdq.models import find_model, load_tokenizer
 
+BLOCK = 32
 GREEDY = SamplingParams(temperature=0.0)
 FIRST = 8  # positions before this one have seen too little text to say much
 CONTINUED = 24  # tokens
@@ -72,6 +75,29 @@ def continuation(engine: TorchEngine, ids: list[int]) -> list[int]:
     return found
 
 
+def after_stored(folder: Path, dtype: str, codec: str, ids: list[int]) -> tuple[torch.Tensor, int]:
+    """Float32 log probabilities after each token behind the first half, whose KV was stored; bytes of that KV."""
+    engine = TorchEngine(
+        load_model(folder, dtype=dtype, device="cpu"), fingerprint=bytes(32), dtype=dtype, max_model_len=2 * len(ids),
+        eos_ids=frozenset(), kv_memory_bytes=1 << 32, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    spec, stored = engine.spec, len(ids) // 2 // BLOCK * BLOCK
+    wire = form(codec, dtype, spec.layout, spec.token_bytes)
+    first, slot = engine.open(len(ids)), engine.open(len(ids))
+    engine.forward([Segment(first, ids[:stored])])
+    packed = [wire.pack(run, 0) for run in engine.export(first, 0, stored, BLOCK, 0)]
+    engine.load(slot, 0, [(BLOCK, wire.unpack(run)) for run in packed])
+    logits = torch.cat([engine.logits([Segment(slot, [token], GREEDY)]) for token in ids[stored:]])
+    return logits.log_softmax(-1), sum(len(run) for run in packed)
+
+
+def compared_kv(folder: Path, dtype: str, codec: str, ids: list[int]) -> str:
+    (raw, whole), (coded, size) = (after_stored(folder, dtype, form_, ids) for form_ in ("raw", codec))
+    same = float((raw.argmax(-1) == coded.argmax(-1)).float().mean())
+    distance = float((raw.exp() * (raw - coded)).sum(-1).mean())
+    return f"KV as {codec} against raw: {size / whole:.0%} of the bytes  same token {same:6.1%}  KL mean {distance:.4f}"
+
+
 def compared(exact: Variant, other: Variant) -> str:
     same = float((exact.logprobs.argmax(-1) == other.logprobs.argmax(-1)).float().mean())
     distances = (exact.logprobs.exp() * (exact.logprobs - other.logprobs)).sum(-1)
@@ -102,6 +128,7 @@ def main() -> None:
     small = computed(folder, options.dtype, "int8", ids)
     for first, second in ((exact, plain), (exact, small), (plain, small)):
         print(compared(first, second))
+    print(compared_kv(folder, options.dtype, "int8", ids))
 
 
 if __name__ == "__main__":
