@@ -10,12 +10,15 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import llvmlite.binding as llvm
 
 LANES = 16
 FLOATS = "<16 x float>"
 INTS = "<16 x i32>"
+HALVES = "<16 x bfloat>"
+PAIRS = "<32 x bfloat>"
 _BITS = "<16 x i1>"
 _PLACES = "<16 x i64>"
 _DECLARATIONS = """
@@ -23,7 +26,14 @@ declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x floa
 declare i64 @llvm.smin.i64(i64, i64)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare <16 x float> @llvm.sqrt.v16f32(<16 x float>)
+declare <16 x float> @llvm.fabs.v16f32(<16 x float>)
+declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32, <16 x i1>)
+declare void @llvm.masked.store.v16bf16.p0(<16 x bfloat>, ptr, i32, <16 x i1>)
+declare <16 x float> @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, <16 x float>)
+declare <16 x bfloat> @llvm.masked.load.v16bf16.p0(ptr, i32, <16 x i1>, <16 x bfloat>)
 """
+_PAIR_PRODUCT = "@llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 class Function:
@@ -119,6 +129,51 @@ class Function:
 
     def fma(self, a: str, b: str, c: str) -> str:
         return self.op(f"call {FLOATS} @llvm.fmuladd.v16f32({FLOATS} {a}, {FLOATS} {b}, {FLOATS} {c})")
+
+    def pair_products(self, total: str, a: str, b: str) -> str:
+        """total + the products of a and b, PAIRS both, of which lane i gets those at 2 i and 2 i + 1."""
+        if has_pair_products():
+            return self.op(f"call {FLOATS} {_PAIR_PRODUCT}({FLOATS} {total}, {PAIRS} {a}, {PAIRS} {b})")
+        for even, odd in zip(self.halves(a), self.halves(b), strict=True):
+            total = self.fma(even, odd, total)
+        return total
+
+    def halves(self, pairs: str) -> list[str]:
+        """The numbers of PAIRS at even places and at odd ones, as floats."""
+        words = self.cast(pairs, PAIRS, INTS)
+        even, odd = self.two("shl", INTS, words, ints(16)), self.two("and", INTS, words, ints(-65536))
+        return [self.cast(x, INTS, FLOATS) for x in (even, odd)]
+
+    def everywhere(self, kind: str, address: str) -> str:
+        """The "float" at `address` in all lanes of FLOATS, or the two "bfloat" there as all pairs of PAIRS."""
+        if kind == "float":
+            return self.spread(self.load("float", address))
+        word = self.op(f"load i32, ptr {address}, align 2")
+        one = self.op(f"insertelement {INTS} poison, i32 {word}, i32 0")
+        return self.cast(self.op(f"shufflevector {INTS} {one}, {INTS} poison, {INTS} zeroinitializer"), INTS, PAIRS)
+
+    def narrow(self, vector: str) -> str:
+        """FLOATS as HALVES, rounded to nearest, ties to even."""
+        return self.op(f"fptrunc {FLOATS} {vector} to {HALVES}")
+
+    def widen(self, vector: str) -> str:
+        """HALVES as FLOATS."""
+        return self.op(f"fpext {HALVES} {vector} to {FLOATS}")
+
+    def put(self, kind: str, vector: str, address: str, mask: str) -> None:
+        """Store the lanes of `mask` of FLOATS, as numbers of `kind`: "float" or "bfloat"."""
+        value = vector if kind == "float" else self.narrow(vector)
+        vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
+        self.do(f"call void @llvm.masked.store.{name}.p0({vectors} {value}, ptr {address}, i32 2, {_BITS} {mask})")
+
+    def take(self, kind: str, address: str, mask: str) -> str:
+        """The lanes of `mask` from memory with numbers of `kind`, as FLOATS; the others zero."""
+        vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
+        found = self.op(
+            f"call {vectors} @llvm.masked.load.{name}.p0(ptr {address}, i32 2, {_BITS} {mask}, "
+            f"{vectors} zeroinitializer)"
+        )
+        return found if kind == "float" else self.widen(found)
 
     def choose(self, mask: str, a: str, b: str) -> str:
         return self.op(f"select {_BITS} {mask}, {FLOATS} {a}, {FLOATS} {b}")
@@ -237,7 +292,8 @@ class Code:
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
         )
-        module = llvm.parse_assembly("\n".join([_DECLARATIONS, *(f.text for f in functions)]))
+        pairs = [f"declare {FLOATS} {_PAIR_PRODUCT}({FLOATS}, {PAIRS}, {PAIRS})"] if has_pair_products() else []
+        module = llvm.parse_assembly("\n".join([_DECLARATIONS, *pairs, *(f.text for f in functions)]))
         module.verify()
         tuning = llvm.create_pipeline_tuning_options(speed_level=2)
         tuning.loop_vectorization = tuning.slp_vectorization = False  # everything is a vector already
@@ -248,6 +304,13 @@ class Code:
 
     def address(self, name: str) -> int:
         return int(self._engine.get_function_address(name))
+
+
+@cache
+def has_pair_products() -> bool:
+    """Has this CPU an instruction for products of bfloat16 pairs? Without it they are made of float32 ones."""
+    found = llvm.get_host_cpu_features()
+    return bool(found.get("avx512bf16") and found.get("avx512f"))
 
 
 def _features() -> str:
