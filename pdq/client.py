@@ -21,6 +21,7 @@ from redis.exceptions import MovedError
 from pdq import connection, heartbeats, scripts
 from pdq.config import RedisSettings
 from pdq.connection import RedisError
+from pdq.end_events import CANCELLED, EXPIRED, WAITED
 from pdq.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -46,7 +47,6 @@ from pdq.messages import (
     WorkerInfo,
     encode,
 )
-from pdq.queue import CANCELLED, EXPIRED, WAITED
 from pdq.replies import ReplyHub
 from pdq.validate import make_request
 

@@ -9,6 +9,7 @@
     {pdq:P}:cancels           stream  ids of cancelled requests (lua/cancel)  trimmed to CANCELS
     {pdq:P}:workers           zset    worker name -> last heartbeat, ms       stale members removed by heartbeats
     {pdq:P}:worker:<name>     string  WorkerInfo                              TTL, renewed by heartbeats
+    {pdq:P}:took:<name>       string  what a worker has read last (lua/claim)  TTL
     {pdq:P}:wake:<reader>     stream  wakes one reply reader                  one entry, TTL
     pdq:kv:<fp>:<hash>        string  one KV block                            TTL, renewed by use
     pdq:kv:<fp>:index         zset    block hash -> last use, ms              TTL, renewed by use
@@ -75,6 +76,9 @@ class Keys:
 
     def worker(self, name: str) -> str:
         return f"{self._tag}:worker:{name}"
+
+    def took(self, name: str) -> str:
+        return f"{self._tag}:took:{name}"
 
     def wake(self, reader: str) -> str:
         return f"{self._tag}:wake:{reader}"

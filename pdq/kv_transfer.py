@@ -1,7 +1,7 @@
 """Moves KV between an engine's slots and the block store: what prefill and decode do with a prompt's blocks.
 
 One object a worker. Redis calls with blocks run in a small thread pool of their own (sync clients), so that neither the
-event loop nor the engine's thread waits for bytes; a small tail, and what only names a tail, goes over the event loop.
+event loop nor the engine's thread waits for bytes; a small tail travels in the handoff itself.
 Between the store (bytes, hashes) and the engine (slots); no torch here.
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from redis.exceptions import OutOfMemoryError
+from typing import TypeVar
 
 from pdq import bulk, connection, prefix
 from pdq.blocks import HEADER_BYTES, BlockCodec, KVMiss
@@ -20,13 +18,13 @@ from pdq.bulk import Value
 from pdq.config import WorkerSettings
 from pdq.engine.base import Engine, Slot
 from pdq.kv_form import form
-from pdq.messages import Request
+from pdq.messages import Handoff, Request
 from pdq.store import BlockStore
 
 T = TypeVar("T")
 Blocks = list[tuple[bytes, memoryview]]  # neighbours in a chain: hash, and value without its header
 BULK_THREADS = 4
-SMALL = 1 << 16  # bytes of a tail that travels without a thread
+SMALL = 1 << 16  # bytes of a tail that costs less in the handoff than the way to the store and back
 GRACE_SECONDS = 60.0  # that what belongs to one request alone outlives its deadline
 
 
@@ -108,7 +106,7 @@ class KVTransfer:
 
         return await self._run(fetch)
 
-    async def load(self, slot: Slot, chain: Prefix, tail_key: str, seconds: float) -> int:
+    async def load(self, slot: Slot, chain: Prefix, handoff: Handoff, seconds: float) -> int:
         """Fill an empty slot with as much of `chain` as is to be had, blocks and tail; the tokens that were.
 
         The blocks are pinned for `seconds`.
@@ -116,9 +114,8 @@ class KVTransfer:
 
         if not chain.length:
             return 0
-        if not chain.hashes and self._short is not None and self._is_small(chain):
-            value: Any = await self._short.get(tail_key)
-            return self._take_tail(slot, chain, value)
+        if not chain.hashes and handoff.tail:
+            return self._take_tail(slot, chain, handoff.tail)
 
         def fetch() -> int:
             chain.stored = self._fill(slot, self.store.get(chain.hashes, indexed=chain.shared))
@@ -126,7 +123,7 @@ class KVTransfer:
                 chain.pin = self.store.pin(seconds)
                 self.store.touch(chain.hashes[: chain.stored], chain.pin)
             if chain.stored == len(chain.hashes) and chain.length > chain.full:
-                return self._load_tail(slot, chain, tail_key)
+                return self._take_tail(slot, chain, handoff.tail or self.store.fetch_tail(handoff.tail_key))
             return chain.stored * self.block_size
 
         return await self._run(fetch)
@@ -140,9 +137,6 @@ class KVTransfer:
             count += 1
         return count
 
-    def _load_tail(self, slot: Slot, chain: Prefix, key: str) -> int:
-        return self._take_tail(slot, chain, self.store.fetch_tail(key))
-
     def _take_tail(self, slot: Slot, chain: Prefix, value: Value | None) -> int:
         try:
             tail = self.store.open_tail(value, chain.tail_hash, chain.full, chain.length)
@@ -151,8 +145,8 @@ class KVTransfer:
         self._engine.load(slot, chain.full, [(chain.length - chain.full, self._form.unpack(tail))])
         return chain.length
 
-    def _is_small(self, chain: Prefix) -> bool:
-        """Does the tail cost less on the event loop than the way to a thread and back?"""
+    def is_small(self, chain: Prefix) -> bool:
+        """Does the tail, if there is one, travel in the handoff?"""
         return (chain.length - chain.full) * self._form.token_bytes <= SMALL
 
     def export(self, slot: Slot, chain: Prefix, start: int, stop: int) -> Blocks:
@@ -202,18 +196,10 @@ class KVTransfer:
 
         Not while the slot is in a forward, nor if there is no such block.
         """
-        ttl = seconds + GRACE_SECONDS
-        if self._short is None or not self._is_small(chain):
-            return await self._run(lambda: self.store.put_tail(key, self._tail(slot, chain), ttl))
-        value = self._tail(slot, chain)
-        try:
-            await self._short.set(key, bytes(value), px=max(int(ttl * 1000), 1))
-        except OutOfMemoryError:
-            return self.store.count_tail(value, stored=False)
-        return self.store.count_tail(value, stored=True)
+        return await self._run(lambda: self.store.put_tail(key, self.tail(slot, chain), seconds + GRACE_SECONDS))
 
-    def _tail(self, slot: Slot, chain: Prefix) -> memoryview:
-        """Sealed."""
+    def tail(self, slot: Slot, chain: Prefix) -> memoryview:
+        """The partial last block as it travels. Not while the slot is in a forward, nor if there is none."""
         (value,) = self._engine.export(slot, chain.full, chain.length, self.block_size, HEADER_BYTES)
         packed = self._form.pack(value, HEADER_BYTES)
         self._codec.seal(packed, chain.tail_hash, chain.full, chain.length)

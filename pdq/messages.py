@@ -135,8 +135,8 @@ class Handoff:
     """Private state that travels from prefill to decode, beside the shared blocks.
 
     prompt: token ids of the whole prompt. kv_length: tokens of prompt + emitted whose KV is stored, as full blocks
-    and a tail of `kv_length % block_size` tokens under `tail_key` ("" if the tail is empty). Block keys are not listed:
-    they follow from the tokens (see prefix.py), the fingerprint and the block size.
+    and a tail of `kv_length % block_size` tokens: `tail` itself if that is small, else under `tail_key` ("" if there is
+    none). Block keys are not listed: they follow from the tokens (see prefix.py), the fingerprint and the block size.
     """
 
     prompt: tuple[int, ...]
@@ -146,6 +146,7 @@ class Handoff:
     tail_key: str = ""
     cached_tokens: int = 0
     timings: Timings = Timings()
+    tail: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ _KINDS: dict[type[Any], int] = {Request: 1, Handoff: 2, Event: 3, WorkerInfo: 4}
 def encode(message: Request | Handoff | Event | WorkerInfo) -> bytes:
     """`message` as bytes. Raises BadMessage if it is over MAX_MESSAGE_BYTES or holds what msgpack cannot."""
     try:
-        data: bytes = msgpack.packb([VERSION, _KINDS[type(message)], *plain(message)], use_bin_type=True)
+        data: bytes = msgpack.packb((VERSION, _KINDS[type(message)], *plain(message)), use_bin_type=True, default=plain)
     except (ValueError, TypeError, OverflowError) as e:  # half a surrogate pair, an integer above 64 bits, ...
         raise BadMessage(f"{type(message).__name__}: {e}") from e
     if len(data) > MAX_MESSAGE_BYTES:

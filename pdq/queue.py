@@ -1,14 +1,14 @@
 """A stage's queue, as its workers see it: take a job, keep it, write its tokens, hand it on, end it.
 
-Sits between `worker` and the scripts. A job is taken in two steps, since Redis hands out stream entries and only the
-claim script looks at the request: XREADGROUP (new entries) or XAUTOCLAIM (entries whose owner has been silent for a
-lease), then `claim`. No torch here.
+Sits between `worker` and the scripts. Redis hands out stream entries, and only the claim script looks at the requests:
+what waits is read and claimed by that script, in one round trip; what a blocking XREADGROUP brings, or XAUTOCLAIM
+(entries whose owner has been silent for a lease), is claimed in a second one. No torch here.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,23 +17,13 @@ from redis.exceptions import ResponseError
 
 from pdq import scripts
 from pdq.connection import BLOCK_SECONDS, AsyncRedis, SyncRedis
+from pdq.end_events import CANCELLED, EXPIRED, WAITED, end_event
 from pdq.errors import DeadlineExceeded, LostLease, PdqError, RequestCancelled, RequestFailed
 from pdq.keys import DEAD_LETTERS, GROUP, Keys
 from pdq.messages import LANES, VERSION, BadMessage, Event, Handoff, Request, Timings, Usage, decode, encode
 
 Entry = tuple[str, str, str]  # stream, entry id, request id
 Fence = tuple[int, str, str, str]  # attempt, owner, group, entry id
-
-
-def end_event(error: PdqError, index: int = 0) -> Event:
-    """The terminal event that tells a client of `error`."""
-    reason = "cancelled" if isinstance(error, RequestCancelled) else "error"
-    return Event(index, finish_reason=reason, error=error.wire())
-
-
-CANCELLED = encode(end_event(RequestCancelled("the request was cancelled")))
-EXPIRED = encode(end_event(DeadlineExceeded("the request's deadline has passed")))
-WAITED = encode(end_event(DeadlineExceeded("no worker took the request within its queue timeout")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +83,7 @@ class Queue:
         self._dead_event = encode(
             end_event(RequestFailed(f"{stage} was tried {max_attempts} times; the worker died each time"))
         )
+        self._flowing = False  # were there jobs when they were last looked for?
         self._cursor = dict.fromkeys(self.streams, "0-0")
 
     async def make_groups(self) -> None:
@@ -105,17 +96,12 @@ class Queue:
                     raise
 
     async def read(self, count: int, wait: float) -> list[Entry]:
-        """Up to `count` new entries, the best lane's first; else wait up to `wait` seconds (at most BLOCK_SECONDS).
+        """Wait up to `wait` seconds (at most BLOCK_SECONDS) for new entries, and read up to `count` of each stream.
 
-        wait: 0 takes only what nobody waits for, since a new entry goes to whoever waits at once. After a wait there
-        may be `count` of each stream. Raises RedisError; a NOGROUP answer makes the groups again and reads nothing.
-        An entry whose delivery was lost on the way is ours without our knowing; `reclaim` finds it a lease later.
+        Raises RedisError; a NOGROUP answer makes the groups again and reads nothing. An entry whose delivery was lost
+        on the way is ours without our knowing; `reclaim` finds it a lease later.
         """
         try:
-            if len(self.streams) > 1 or not wait:
-                found = await scripts.take(self.streams, GROUP, self.owner, count).run(self._redis)
-                if found or not wait:
-                    return _entries((stream, _pairs(entries)) for stream, entries in found)
             block = max(int(min(wait, BLOCK_SECONDS) * 1000), 1)
             streams: dict[Any, Any] = dict.fromkeys(self.streams, ">")
             return _entries(await self._waiting.xreadgroup(GROUP, self.owner, streams, count=count, block=block))
@@ -144,40 +130,71 @@ class Queue:
             found += _entries([[stream, reply[1]]])
         return found
 
+    async def take(self, count: int, wait: float) -> tuple[list[Job], Exception | None]:
+        """Up to `count` new jobs, the best lane's first; if there are none, wait up to `wait` seconds for one.
+
+        wait: 0 takes only what nobody waits for, since a new entry goes to whoever waits at once. After a wait there
+        may be one more of each further lane. Answers and raises as `claim_all`.
+        """
+        found: tuple[list[Job], Exception | None] = [], None
+        if self._flowing or len(self.streams) > 1 or not wait:
+            found = await self.claim_all((), more=count)
+        if wait and not any(found):
+            entries = await self.read(1, wait)
+            if entries:
+                found = await self.claim_all(entries, more=max(count - len(entries), 0))
+        self._flowing = bool(found[0])
+        return found
+
     async def claim(self, entry: Entry) -> Job | None:
         """Become the owner of the entry's request. None if there is nothing to do: it ended, or somebody else has it.
 
         A request whose message cannot be read is failed for good; one of a newer protocol is left to newer workers.
         """
-        return await self._claimed(entry, await self._claim(entry).run(self._redis))
+        jobs, failed = await self.claim_all([entry])
+        if failed is not None:
+            raise failed
+        return jobs[0] if jobs else None
 
-    async def claim_all(self, entries: Sequence[Entry]) -> tuple[list[Job], Exception | None]:
-        """`claim` for several entries in one round trip: the jobs, and why the first claim that failed did.
+    async def claim_all(self, entries: Sequence[Entry], more: int = 0) -> tuple[list[Job], Exception | None]:
+        """`claim` for several entries, and for up to `more` new ones, in one round trip.
 
-        Raises RedisError if Redis does not answer.
+        The jobs, and why the first claim that failed did. Raises RedisError if Redis does not answer.
         """
-        replies = await scripts.run_many(self._redis, [self._claim(entry) for entry in entries])
-        failed = [reply for reply in replies if isinstance(reply, Exception)]
-        found = [
-            await self._claimed(entry, reply)
-            for entry, reply in zip(entries, replies, strict=True)
-            if not isinstance(reply, Exception)
-        ]
-        return [job for job in found if job is not None], failed[0] if failed else None
+        call = self._claims(entries, more)
+        try:
+            answers = await call.run(self._redis)
+        except ResponseError as e:
+            if not _no_group(e):
+                raise
+            await self.make_groups()
+            answers = await call.run(self._redis)
+        jobs: list[Job] = []
+        failed: Exception | None = None
+        for number, entry_id, request_id, answer in answers:
+            if answer[0] == b"error":
+                failed = failed or ResponseError(_text(answer[1]))
+            elif answer[0] == b"ok":
+                entry = self.streams[number - 1], _text(entry_id), _text(request_id)
+                if job := await self._claimed(entry, answer):
+                    jobs.append(job)
+        return jobs, failed
 
-    def _claim(self, entry: Entry) -> scripts.Call:
-        (stream, entry_id, request_id), keys = entry, self.keys
+    def _claims(self, entries: Sequence[Entry], more: int) -> scripts.Call:
+        keys = self.keys
+        numbers = {stream: n for n, stream in enumerate(self.streams, 1)}
+        read: list[scripts.Arg] = []
+        for stream, entry_id, request_id in entries:
+            read += (numbers[stream], entry_id, request_id)
         return scripts.claim(
-            [keys.request(request_id), keys.out(request_id), stream, keys.dead, keys.load],
-            *(VERSION, GROUP, entry_id, self.owner, request_id, self.stage, self._max_attempts),
-            *(self._lease_ms, self._ttl_ms, DEAD_LETTERS, CANCELLED, EXPIRED, WAITED, self._dead_event),
-            secrets.token_bytes(8),
+            [keys.load, keys.dead, keys.took(self.owner), *self.streams],
+            *(VERSION, GROUP, self.owner, self.stage, self._max_attempts, self._lease_ms, self._ttl_ms, DEAD_LETTERS),
+            *(CANCELLED, EXPIRED, WAITED, self._dead_event),
+            *(secrets.token_bytes(8), keys.request(""), keys.out(""), more, *read),
         )
 
     async def _claimed(self, entry: Entry, reply: Any) -> Job | None:
         stream, entry_id, request_id = entry
-        if reply[0] != b"ok":
-            return None
         attempt, message, handoff, visible, remaining, *times, requeues, events = reply[1:]
         try:
             request = decode(Request, message)
@@ -217,7 +234,7 @@ class Queue:
 
     def _write(self, job: Job, event: Event) -> scripts.Call:
         keys = [self.keys.request(job.id), self.keys.out(job.id)]
-        span = (event.index, event.index + len(event.token_ids), encode(event))
+        span = _span(event)
         if event.finish_reason is None:
             return scripts.append(keys, job.attempt, job.owner, *span, VERSION)
         attempt, owner, *place = job.fence()
@@ -243,15 +260,16 @@ class Queue:
         """What an earlier attempt said with token 0, if that is visible."""
         return decode(Event, job.events[0]).usage if job.events else None
 
-    async def hand_off(self, job: Job, handoff: Handoff) -> int:
+    async def hand_off(self, job: Job, handoff: Handoff, event: Event | None = None) -> int:
         """Put the request into the decode stage; returns the KV tokens that wait there now.
 
-        Raises LostLease, RequestCancelled.
+        event: becomes visible with it. Raises LostLease, RequestCancelled, DeadlineExceeded.
         """
-        keys = [self.keys.request(job.id), job.stream, self.keys.decode, self.keys.load]
+        keys = [self.keys.request(job.id), job.stream, self.keys.decode, self.keys.load, self.keys.out(job.id)]
         call = scripts.handoff(
-            keys, *job.fence(), job.id, encode(handoff), handoff.kv_length, VERSION, handoff.tail_key
-        )
+            keys, *job.fence(), job.id, encode(handoff), handoff.kv_length, VERSION, handoff.tail_key,
+            *((0, 0, b"") if event is None else _span(event)),
+        )  # fmt: skip
         verdict, held = await call.run(self._redis)
         _check(_text(verdict))
         return int(held)
@@ -320,11 +338,17 @@ class Queue:
         return _check(_text(await call.run(self._redis)))
 
 
+def _span(event: Event) -> tuple[int, int, bytes]:
+    return event.index, event.index + len(event.token_ids), encode(event)
+
+
 def _check(verdict: str) -> str:
     if verdict == "lost":
         raise LostLease("the job belongs to another attempt")
     if verdict == "cancel":
         raise RequestCancelled("the request was cancelled")
+    if verdict == "expired":
+        raise DeadlineExceeded("the request's deadline has passed")
     if verdict == "gap":
         raise LostLease("the reply stream is not where this attempt left it")
     return verdict
@@ -356,11 +380,6 @@ def _timings(handoff: Handoff | None, submitted: int, now: int) -> Timings:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _pairs(entries: Any) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries as they come from a script: id and [name, value, ...]."""
-    return ((entry, dict(zip(flat[::2], flat[1::2], strict=True))) for entry, flat in entries)
 
 
 def _entries(reply: Any) -> list[Entry]:

@@ -86,9 +86,6 @@ check = Script("check")
 leave_group = Script("leave_group")
 sweep = Script("sweep")
 
-# No transition: what was read by a call whose reply is lost comes back when its lease has passed, as with XREADGROUP.
-take = Script("take")
-
 # Of the block index, which is not of a pool; what they lose is a cache.
 evict = Script("evict")
 unpin = Script("unpin")

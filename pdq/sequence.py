@@ -6,6 +6,7 @@ Used by the decode worker alone, which owns the batch; knows the job, its slot a
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from dataclasses import replace
@@ -43,6 +44,7 @@ class Sequence:
         self.text = ""
         self.finish_reason: str | None = None
         self.joined = time.monotonic()
+        self.written = self.joined if self.sent else -math.inf  # when the latest event was made; what is first is late
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def segment(self) -> Segment:
@@ -79,6 +81,7 @@ class Sequence:
             timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
             event = replace(event, usage=usage, timings=timings)
         self.sent += len(self.tokens)
+        self.written = time.monotonic()
         self.tokens, self.scores, self.text = [], [], ""
         return event
 

@@ -219,10 +219,7 @@ class BlockStore:
 
     def put_tail(self, key: str, value: memoryview, ttl: float) -> bool:
         """Store the sealed partial block of a handoff for `ttl` seconds; was there room? Raises RedisError."""
-        return self.count_tail(value, stored=self._values.put([(key, value)], max(int(ttl * 1000), 1)) == 1)
-
-    def count_tail(self, value: memoryview, *, stored: bool) -> bool:
-        """Somebody has tried to store a tail; returns `stored`."""
+        stored = self._values.put([(key, value)], max(int(ttl * 1000), 1)) == 1
         self.count(bytes_out=len(value) * stored, dropped_tails=1 - stored)
         return stored
 

@@ -40,6 +40,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "min_tokens": (0, 2**31 - 1, True),
     "logprobs": (0, MAX_LOGPROBS, True),
 }
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 _INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens", "logprobs"}
 
 
@@ -87,8 +88,7 @@ def make_request(
 
 def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
     """Checked parameters; no seed (or None) draws one. Raises InvalidRequest."""
-    known = {f.name for f in fields(SamplingParams)}
-    if unknown := sorted(set(given) - known):
+    if unknown := sorted(given.keys() - _DEFAULTS.keys()):
         raise _wrong(unknown[0], "unknown option")
     values = {k: v for k, v in given.items() if v is not None}
     for name in _RANGES.keys() & values.keys():
@@ -101,13 +101,15 @@ def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
         values[name] = _listed(name, values[name])
     if values.get("min_tokens", 0) > values.get("max_tokens", MAX_TOKEN_ID):
         raise _wrong("min_tokens", f"must be at most max_tokens, {values['max_tokens']}, got {values['min_tokens']}")
-    values.setdefault("seed", secrets.randbits(63))
+    if "seed" not in values:
+        values["seed"] = secrets.randbits(63)
     return SamplingParams(**values)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
     """For workers: everything again, since Redis takes requests from anybody, and against the model. InvalidRequest."""
-    make_sampling({f.name: getattr(params, f.name) for f in fields(SamplingParams)})
+    values = {name: getattr(params, name) for name in _DEFAULTS}
+    make_sampling({name: v for name, v in values.items() if v != _DEFAULTS[name] or name == "seed"})
     listed = {
         "logit_bias": [token for token, _ in params.logit_bias],
         "allowed_token_ids": params.allowed_token_ids or (),

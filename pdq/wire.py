@@ -11,10 +11,10 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Check = Callable[[Any], Any]  # from a plain value to the typed one; raises Mismatch
-_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class Mismatch(ValueError):
@@ -25,14 +25,18 @@ class Mismatch(ValueError):
         self.path: list[str] = []
 
 
-def plain(value: Any) -> Any:
-    """A dataclass, or a tuple of what may be one, as arrays."""
-    if is_dataclass(value):
-        kind: Any = type(value)
-        return [v if type(v) in _SCALARS else plain(v) for v in (getattr(value, n) for n in _names(kind))]
-    if isinstance(value, tuple) and value and type(value[0]) not in _SCALARS:
-        return [plain(v) for v in value]
-    return value
+def plain(value: Any) -> tuple[Any, ...]:
+    """The fields of a dataclass, dataclasses among them as they are. Raises TypeError for anything else."""
+    kind: Any = type(value)
+    return _values(kind)(value)
+
+
+@cache
+def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
+    first, *names = _names(cls)
+    if not names:
+        return lambda value: (getattr(value, first),)
+    return attrgetter(first, *names)
 
 
 @cache

@@ -12,9 +12,9 @@ from typing import Any
 import redis
 
 from pdq import scripts
+from pdq.end_events import CANCELLED
 from pdq.keys import CANCELS, DEAD_LETTERS, GROUP, Keys
 from pdq.messages import LANES
-from pdq.queue import CANCELLED
 
 NODE = 128  # entries of a stream's node: trimming with "~" takes whole nodes only
 WORKERS = 1000
@@ -59,6 +59,7 @@ RULES: dict[str, Callable[[redis.Redis, str], str]] = {
     "{pdq:P}:cancels": _is_at_most(CANCELS + NODE),
     "{pdq:P}:workers": _is_at_most(WORKERS),
     "{pdq:P}:worker:<name>": _has_ttl,
+    "{pdq:P}:took:<name>": _has_ttl,
     "{pdq:P}:wake:<reader>": _has_ttl,
     "pdq:kv:<fp>:<hash>": _has_ttl,
     "pdq:kv:<fp>:index": _has_ttl,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from array import array
 from collections import Counter
 from collections.abc import Coroutine
@@ -119,7 +121,7 @@ class DecodeStage:
         try:
             running.check()
             chain = parts.transfer.prefix(tokens[: handoff.kv_length], job.request)
-            found = await parts.transfer.load(slot, chain, handoff.tail_key, running.remaining)
+            found = await parts.transfer.load(slot, chain, handoff, running.remaining)
             if found < handoff.kv_length and await self._sent_back(running, handoff.kv_length - found):
                 parts.slots.close(slot)
                 return None
@@ -194,7 +196,8 @@ class DecodeStage:
         else:
             for sequence, segment, token in zip(batch, segments, tokens, strict=True):
                 self._advance(sequence, segment, token)
-        self._to_write.set()
+        if any(s.tokens for s in batch):
+            self._to_write.set()
 
     async def _step_alone(self, batch: list[Sequence]) -> None:
         """A failed forward has changed no slot's length: whoever fails again when alone was the cause."""
@@ -233,12 +236,27 @@ class DecodeStage:
         while True:
             await self._to_write.wait()
             self._to_write.clear()
-            ready = [s for s in (*self._batch, *self._finished) if s.tokens and not s.outcome.done()]
-            await self._write([(s, s.event()) for s in ready])
             with suppress(TimeoutError):  # an end does not wait for the next flush
-                async with asyncio.timeout(self._settings.flush_ms / 1000):
+                async with asyncio.timeout(self._patience()):
                     await self._ended.wait()
             self._ended.clear()
+            await self._write([(s, s.event()) for s in self._due()])
+            if any(s.tokens for s in self._batch):
+                self._to_write.set()
+
+    def _patience(self) -> float:
+        """Seconds until somebody's tokens have to be written."""
+        oldest = min((s.written for s in self._batch if s.tokens), default=-math.inf)
+        return max(oldest + self._settings.flush_ms / 1000 - time.monotonic(), 0.0)
+
+    def _due(self) -> list[Sequence]:
+        """Who has something to tell and has been silent for at least half the time between two flushes, or ends.
+
+        Half, so that all who run are soon written together.
+        """
+        late = time.monotonic() - self._settings.flush_ms / 2000
+        running = [s for s in self._batch if s.tokens and s.written <= late]
+        return [s for s in (*running, *self._finished) if s.tokens and not s.outcome.done()]
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
         """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""

@@ -1,7 +1,7 @@
 """The prefill worker: prompts in, KV blocks and first tokens out.
 
     request -> tokens -> longest stored prefix -> chunked forward of the rest -> blocks to Redis (one chunk behind the
-    forward) -> token 0 to the reply stream -> handoff to decode
+    forward) -> token 0 to the reply stream -> handoff to decode; both at once if no KV is on its way any more
 
 Each job is a task of its own; what they share is the forward, which takes chunks of several (`pdq.prefill_forwards`).
 A request that ends with its first token (max_tokens 1, end of text, a stop string) never sees decode.
@@ -164,12 +164,21 @@ class PrefillStage:
         """First token out, blocks stored, job handed on; meanwhile others compute."""
         self._computed(prompt.running)
         self._counters.update(prompt_tokens=len(prompt.tokens), cached_tokens=prompt.cached)
-        ended = token is not None and await self._first_token(prompt, token, timings)
+        event = None if token is None else self._first_event(prompt, token, timings)
+        if event is not None and (event.terminal or not self._hands_off_at_once(prompt)):
+            ended = await self._show(prompt.running, event)
+            await prompt.stored()
+            if ended:
+                await self._parts.transfer.end(prompt.chain)
+                return
+            event = None
         await prompt.stored()
-        if ended:
-            await self._parts.transfer.end(prompt.chain)
-        else:
-            await self._hand_off(prompt, timings)
+        await self._hand_off(prompt, timings, event)
+
+    def _hands_off_at_once(self, prompt: Prompt) -> bool:
+        """Is there no KV for whose way to the store token 0 would have to wait?"""
+        done = prompt.storing is None or prompt.storing.done()
+        return done and self._parts.transfer.is_small(prompt.chain)
 
     async def _leave_to_decode(self, prompt: Prompt) -> None:
         """Hand the job on without token 0, and with no KV but what the store had."""
@@ -223,6 +232,8 @@ class PrefillStage:
             token = chunk.token
             if prompt.slot.length < len(prompt.sequence):
                 await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
+            if not chunk.blocks:
+                continue
             prompt.storing = asyncio.create_task(self._store(prompt, chunk, prompt.storing))
             self._coming |= dict.fromkeys((block_hash for block_hash, _ in chunk.blocks), prompt.storing)
             prompt.storing.add_done_callback(partial(self._stored, chunk.blocks))
@@ -264,41 +275,46 @@ class PrefillStage:
             self._coming.pop(block_hash, None)
         self._parts.worker.more_room()
 
-    async def _first_token(self, prompt: Prompt, token: int, timings: Timings) -> bool:
-        """Make token 0 visible; True if it also ended the request."""
-        running, spec = prompt.running, self._parts.engine.spec
-        sampling = running.job.request.sampling
+    def _first_event(self, prompt: Prompt, token: int, timings: Timings) -> Event:
+        """Token 0, as clients see it."""
+        sampling, spec = prompt.running.job.request.sampling, self._parts.engine.spec
         most = max_new_tokens(sampling, len(prompt.tokens), spec.max_model_len)
         generation = Generation(self._parts.tokenizer, sampling, spec.eos_ids, most)
         step = generation.push(token)
         logprobs = generation.logprobs(prompt.scores)
-        event = Event(0, (token,), step.text, step.finish_reason, prompt.usage, timings, logprobs=logprobs)
+        return Event(0, (token,), step.text, step.finish_reason, prompt.usage, timings, logprobs=logprobs)
+
+    async def _show(self, running: Running, event: Event) -> bool:
+        """Make token 0 visible; True if it also ended the request."""
         (verdict,) = await retried(running, lambda: self._parts.worker.queue.write([(running.job, event)]))
         running.note(verdict)
         running.check()
         return event.terminal
 
-    async def _hand_off(self, prompt: Prompt, timings: Timings) -> None:
+    async def _hand_off(self, prompt: Prompt, timings: Timings, event: Event | None = None) -> None:
+        """event: token 0, if it is not visible yet."""
         job, spec = prompt.running.job, self._parts.engine.spec
-        key, stored = await self._store_tail(prompt)
+        key, tail, stored = await self._store_tail(prompt)
         handoff = Handoff(
             prompt=tuple(prompt.tokens), kv_length=stored, fingerprint=spec.fingerprint,
             block_size=self._settings.block_size, tail_key=key,
-            cached_tokens=prompt.usage.cached_tokens, timings=timings,
+            cached_tokens=prompt.usage.cached_tokens, timings=timings, tail=tail,
         )  # fmt: skip
-        self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff))
+        self._held = await retried(prompt.running, lambda: self._parts.worker.queue.hand_off(job, handoff, event))
 
-    async def _store_tail(self, prompt: Prompt) -> tuple[str, int]:
-        """The tail's key, and how many tokens have KV in the store: fewer than all if Redis had no room."""
+    async def _store_tail(self, prompt: Prompt) -> tuple[str, bytes, int]:
+        """The tail's key, or the tail, and how many tokens have KV in all: fewer than all if Redis had no room."""
         chain, transfer, job = prompt.chain, self._parts.transfer, prompt.running.job
         if prompt.slot.length < chain.length or chain.stored < len(chain.hashes):
-            return "", chain.stored * self._settings.block_size
+            return "", b"", chain.stored * self._settings.block_size
         if chain.length == chain.full:
-            return "", chain.length
+            return "", b"", chain.length
+        if transfer.is_small(chain):
+            return "", bytes(transfer.tail(prompt.slot, chain)), chain.length
         key = keys.tail(job.id, job.attempt)
         if await transfer.publish_tail(key, prompt.slot, chain, prompt.running.remaining):
-            return key, chain.length
-        return "", chain.full
+            return key, b"", chain.length
+        return "", b"", chain.full
 
 
 def _timings(prompt: Prompt) -> Timings:

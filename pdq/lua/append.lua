@@ -1,14 +1,8 @@
 -- KEYS req, out   ARGV attempt, owner, index, pos, event, version
--- The event holds the tokens [index, pos). Sent again after a lost reply it is already there, which is fine.
 even_at_maxmemory(KEYS[1])
-if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return 'lost' end
-local f = redis.call('HMGET', KEYS[1], 'pos', 'cancel', 'deadline')
-local pos = tonumber(f[1])
-if tonumber(ARGV[4]) > pos then
-  if now() > tonumber(f[3]) then return 'expired' end
-  if tonumber(ARGV[3]) ~= pos then return 'gap' end
-  redis.call('XADD', KEYS[2], '0-' .. ARGV[4], 'e', ARGV[5])
-  redis.call('HSET', KEYS[1], 'pos', ARGV[4], 'v', ARGV[6])
-end
-if f[2] then return 'cancel' end
+local f = redis.call('HMGET', KEYS[1], 'attempt', 'owner', 'state', 'cancel', 'pos', 'deadline')
+if f[1] ~= ARGV[1] or f[2] ~= ARGV[2] or f[3] ~= 'running' then return 'lost' end
+local why = show(KEYS[1], KEYS[2], f[5], f[6], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+if why then return why end
+if f[4] then return 'cancel' end
 return 'ok'

@@ -27,6 +27,17 @@ local function fenced(req, attempt, owner)
   return f[1] == attempt and f[2] == owner and f[3] == 'running'
 end
 
+-- Make an event with the tokens [index, pos) visible, unless that cannot be: 'expired', 'gap'. Sent again after a lost
+-- reply it is already there, which is fine. there, deadline: fields of the request. version: of the event.
+local function show(req, out, there, deadline, index, pos, event, version)
+  if tonumber(pos) <= tonumber(there) then return nil end
+  if now() > tonumber(deadline) then return 'expired' end
+  if tonumber(index) ~= tonumber(there) then return 'gap' end
+  redis.call('XADD', out, '0-' .. pos, 'e', event)
+  redis.call('HSET', req, 'pos', pos, 'v', version)
+  return nil
+end
+
 -- Take the job's entry out of its stage's stream.
 local function leave(stream, group, entry)
   if entry and entry ~= '' then
@@ -45,9 +56,8 @@ local function less(load, field, amount)
   if redis.call('HINCRBY', load, field, 0 - amount) < 0 then redis.call('HSET', load, field, 0) end
 end
 
--- The request no longer counts as waiting KV.
-local function take_held(req, load)
-  local held = redis.call('HGET', req, 'held')
+-- The request no longer counts as waiting KV. held: its field.
+local function take_held(req, load, held)
   if held then
     redis.call('HDEL', req, 'held')
     less(load, 'held', held)
@@ -57,9 +67,9 @@ end
 -- The terminal event. 1-0 is above every token position, so Redis itself refuses a second one and all later tokens.
 local function finish(req, out, load, event, reason, ttl)
   redis.call('HDEL', req, 'msg', 'handoff', 'tail')
-  local f = redis.call('HMGET', req, 'stage', 'cost')
+  local f = redis.call('HMGET', req, 'stage', 'cost', 'held')
   if f[1] == 'prefill' then less(load, 'queued', f[2] or 0) end
-  take_held(req, load)
+  take_held(req, load, f[3])
   redis.call('HSET', req, 'stage', 'done', 'state', 'done', 'reason', reason, 't_end', now())
   redis.pcall('XADD', out, '1-0', 'e', event)
   redis.call('PEXPIRE', req, ttl)

@@ -1,11 +1,16 @@
--- KEYS req, prefill stream, decode stream, load   ARGV attempt, owner, group, entry, id, handoff, kv tokens, version,
---   tail key
+-- KEYS req, prefill stream, decode stream, load, out
+-- ARGV attempt, owner, group, entry, id, handoff, kv tokens, version, tail key; index, pos, event ('': none)
+-- The event, if there is one, becomes visible with the handoff, as by append.
 -- Returns the verdict and the KV tokens that wait for decode now.
 even_at_maxmemory(KEYS[1])
-local f = redis.call('HMGET', KEYS[1], 'attempt', 'stage', 'cancel', 'cost')
+local f = redis.call('HMGET', KEYS[1], 'attempt', 'stage', 'cancel', 'cost', 'owner', 'state', 'pos', 'deadline')
 if f[1] == ARGV[1] and f[2] == 'decode' then return {'ok', 0} end -- the reply to the first call was lost
-if not fenced(KEYS[1], ARGV[1], ARGV[2]) then return {'lost', 0} end
+if f[1] ~= ARGV[1] or f[5] ~= ARGV[2] or f[6] ~= 'running' then return {'lost', 0} end
 if f[3] then return {'cancel', 0} end
+if ARGV[12] ~= '' then
+  local why = show(KEYS[1], KEYS[5], f[7], f[8], ARGV[10], ARGV[11], ARGV[12], ARGV[8])
+  if why then return {why, 0} end
+end
 if redis.call('XLEN', KEYS[3]) == 0 then redis.call('HDEL', KEYS[4], 'held') end
 local entry = redis.call('XADD', KEYS[3], '*', 'id', ARGV[5])
 redis.call('HSET', KEYS[1], 'stage', 'decode', 'state', 'queued', 'entry', entry, 'owner', '', 'tries', 0,

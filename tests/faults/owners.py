@@ -32,9 +32,10 @@ class Owners:
     async def take(self, queue: Queue) -> Job:
         async with asyncio.timeout(10):
             while True:
-                for entry in await queue.read(1, 0.01):
-                    if job := await queue.claim(entry):
-                        return job
+                jobs, failed = await queue.take(1, 0.01)
+                assert failed is None
+                if jobs:
+                    return jobs[0]
 
     async def load(self) -> dict[str, int]:
         found = await self.redis.hgetall(self.keys.load)

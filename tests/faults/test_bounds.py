@@ -149,9 +149,8 @@ async def every_transition(pool: Owners, lease: connection.SyncRedis, owner: str
     prefill, decode = pool.queue("prefill", owner), pool.queue("decode", owner)
 
     async def take(queue: Queue) -> Job:
-        (entry,) = await timed("read", queue.read(1, 1))
-        job = await timed("claim", queue.claim(entry))
-        assert job is not None
+        (job,), failed = await timed("take", queue.take(1, 1))
+        assert failed is None
         return job
 
     handles = [await timed("submit", pool.client.submit(token_ids=[1, 2], lane="high")) for _ in range(4)]

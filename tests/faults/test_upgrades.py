@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
 import redis
 
-from pdq import messages, queue, scripts
+from pdq import connection, kv_transfer, messages, queue, scripts
 from pdq.client import AsyncClient, Handle
 from pdq.config import RedisSettings
 from pdq.errors import DeadlineExceeded, RequestFailed
 from pdq.keys import GROUP, Keys
 from pdq.messages import VERSION, Event, Handoff, Request, SamplingParams, WorkerInfo, encode
-from pdq.queue import Queue
 from tests.faults.owners import Owners
 from tests.faults.programs import Programs
 from tests.hygiene import end_all
@@ -75,13 +75,15 @@ def make_newer(server: Server, handle: Handle, part: str) -> None:
 def claims(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the claims of each worker."""
     count: Counter[str] = Counter()
-    claim = Queue.claim
+    run = scripts.Call.run
 
-    async def counted(self: Queue, entry: queue.Entry) -> queue.Job | None:
-        count[self.owner] += 1
-        return await claim(self, entry)
+    async def counted(self: scripts.Call, redis: connection.AsyncRedis) -> Any:
+        answer = await run(self, redis)
+        if self.script is scripts.claim:
+            count[str(self.args[2])] += len(answer)
+        return answer
 
-    monkeypatch.setattr(Queue, "claim", counted)
+    monkeypatch.setattr(scripts.Call, "run", counted)
     return count
 
 
@@ -253,7 +255,10 @@ async def test_newer_kv_is_a_miss_for_prefill(server: Server) -> None:
 
 
 @pytest.mark.parametrize("part", ["kv", "tail"])
-async def test_newer_kv_sends_a_decode_job_back_to_prefill(server: Server, part: str) -> None:
+async def test_newer_kv_sends_a_decode_job_back_to_prefill(
+    server: Server, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer, "SMALL", 0)  # so that the tail is in the store
     async with LocalPool(server, decode=0) as pool:
         handle = await pool.client.submit(prompt="0123456789", max_tokens=9, temperature=0)
         await until_decode(handle)

@@ -46,18 +46,19 @@ async def leftovers(server: Server) -> set[str]:
     """Keys that a finished workload leaves behind, results and blocks aside."""
     with server.client() as client:
         found = {k.decode() for k in client.scan_iter("*")}
-    kept = (":out:", ":req:", "pdq:kv:", ":prefill:", "}:decode", "}:load")
+    kept = (":out:", ":req:", "pdq:kv:", ":prefill:", "}:decode", "}:load", ":took:")
     return {k for k in found if not any(part in k for part in kept)}
 
 
 @pytest.mark.parametrize("token_bytes", [8, 2 * kv_transfer.SMALL])
 async def test_small_and_large_tails_reach_decode_and_are_gone_after_the_end(server: Server, token_bytes: int) -> None:
+    small = token_bytes < kv_transfer.SMALL
     async with LocalPool(server, engine=f"scripted:token_bytes={token_bytes}", kv_memory="16MiB") as pool:
         for prompt in ("abc", "abcdefg"):  # with and without a block before the tail
             assert (await ask(pool, prompt)).text == expected(prompt.encode(), 12)
         decode, prefill = pool.workers["decode"][0], pool.workers["prefill"][0]
         assert decode.stage.counters()["kv_missing"] == 0
-        assert prefill.store.counters["bytes_out"] > 6 * token_bytes
+        assert (prefill.store.counters["bytes_out"] > 6 * token_bytes) is not small  # which travels in the handoff
         with server.client() as direct:
             await until(lambda: not list(direct.scan_iter("pdq:tail:*")))
 
@@ -227,7 +228,10 @@ async def test_the_deadline_ends_a_running_request(server: Server) -> None:
 
 @pytest.mark.parametrize("part", ["block", "tail"])
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
-async def test_lost_kv_is_computed_again_and_the_text_is_right(server: Server, part: str, how: str) -> None:
+async def test_lost_kv_is_computed_again_and_the_text_is_right(
+    server: Server, part: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer, "SMALL", 0)  # so that the tail is in the store
     async with LocalPool(server, decode=0) as pool:
         handle = await pool.client.submit(prompt="0123456789", max_tokens=9, temperature=0)
         while (await handle.status()).stage != "decode":

@@ -57,10 +57,10 @@ class Pool:
 
     async def take(self, queue: Queue, wait: float = 2.0) -> Job:
         for _ in range(int(wait * 10)):
-            for entry in await queue.read(1, 0.1):
-                job = await queue.claim(entry)
-                if job is not None:
-                    return job
+            jobs, failed = await queue.take(1, 0.1)
+            assert failed is None
+            if jobs:
+                return jobs[0]
         raise AssertionError("nothing to take")
 
     async def take_over(self, queue: Queue) -> Job | None:
@@ -169,15 +169,41 @@ async def test_lanes_are_taken_best_first_and_first_come_first_served(pool: Pool
     assert [(await pool.take(prefill)).id for _ in range(4)] == ["h", "n1", "n2", "b"]
 
 
-async def test_a_read_takes_no_more_than_asked_over_all_lanes(pool: Pool) -> None:
+async def test_no_more_is_taken_than_asked_over_all_lanes(pool: Pool) -> None:
     prefill = pool.queue("prefill", "p1")
     await prefill.make_groups()
     for lane in ("batch", "normal", "high", "normal"):
         await pool.client.submit(prompt=lane, lane=lane)
-    jobs, failed = await prefill.claim_all(await prefill.read(3, 0.1))
+    jobs, failed = await prefill.take(3, 0.1)
     assert failed is None
     assert [job.request.prompt for job in jobs] == ["high", "normal", "normal"]
     assert await pool.depth(prefill) == (4, 3)
+
+
+async def test_what_has_come_beside_an_awaited_entry_is_taken_with_it(pool: Pool) -> None:
+    decode = pool.queue("decode", "d1")
+    await decode.make_groups()
+    prefill = pool.queue("prefill", "p1")
+    for prompt in ("a", "b", "c"):
+        await pool.client.submit(prompt=prompt)
+        await prefill.hand_off(await pool.take(prefill), handoff())
+    jobs, failed = await decode.take(2, 1)
+    assert ([job.request.prompt for job in jobs], failed) == (["a", "b"], None)
+    jobs, failed = await decode.take(2, 0)
+    assert ([job.request.prompt for job in jobs], failed) == (["c"], None)
+
+
+async def test_a_take_sent_again_gives_the_same_jobs_and_charges_them_once(pool: Pool, repeated: list[Any]) -> None:
+    prefill = pool.queue("prefill", "p1")
+    await prefill.make_groups()
+    for prompt in ("a", "b", "c"):
+        await pool.client.submit(prompt=prompt)
+    for expected in (["a", "b"], ["c"], []):
+        jobs, failed = await prefill.take(2, 0)
+        assert ([job.request.prompt for job in jobs], failed) == (expected, None)
+        for job in jobs:
+            assert await pool.redis.hmget(pool.keys.request(job.id), "attempt", "tries") == [b"1", b"1"]
+            assert await prefill.write([(job, last(0, 7))]) == ["ok"]
 
 
 async def test_a_claim_that_fails_costs_its_neighbours_nothing(pool: Pool) -> None:
@@ -354,8 +380,6 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = scripts.Call.run
 
     async def twice(self: scripts.Call, redis: connection.AsyncRedis) -> Any:
-        if self.script is scripts.take:  # no transition: what it read is ours, or comes back after a lease
-            return await run(self, redis)
         await run(self, redis)
         answers.append(await run(self, redis))
         return answers[-1]
@@ -398,7 +422,8 @@ async def test_a_claim_sent_again_after_somebody_elses_changes_nothing(
     assert claim.script is scripts.claim
     new = await pool.take_over(pool.queue("prefill", "p2"))
     assert new is not None
-    assert await claim.run(pool.redis) == [b"lost"]
+    ((*_, answer),) = await claim.run(pool.redis)
+    assert answer == [b"lost"]
     found = await pool.redis.hmget(pool.keys.request(handle.id), "owner", "attempt", "tries")
     assert found == [b"p2", b"2", b"2"]
 
@@ -448,6 +473,56 @@ async def test_tokens_that_would_leave_a_gap_are_refused(pool: Pool) -> None:
     assert await prefill.write([(job, Event(1, (7,), "a"))]) == ["gap"]
     assert await prefill.write([(job, last(2, 7))]) == ["gap"]
     assert await pool.redis.xlen(pool.keys.out(job.id)) == 0
+
+
+async def test_token_0_becomes_visible_with_the_handoff_or_not_at_all(pool: Pool) -> None:
+    prefill, decode = pool.queue("prefill", "p1"), pool.queue("decode", "d1")
+    handle = await pool.client.submit(prompt="hi", max_tokens=2)
+    job = await pool.take(prefill)
+    with pytest.raises(LostLease):  # a gap
+        await prefill.hand_off(job, handoff(), Event(1, (7,), "a"))
+    await pool.redis.hset(pool.keys.request(job.id), "deadline", 1)
+    with pytest.raises(DeadlineExceeded):
+        await prefill.hand_off(job, handoff(), Event(0, (7,), "a"))
+    assert await pool.redis.xlen(pool.keys.out(job.id)) == 0
+    assert await pool.redis.xlen(pool.keys.decode) == 0
+    await pool.redis.hset(pool.keys.request(job.id), "deadline", 1 << 50)
+    assert await prefill.hand_off(job, handoff(), Event(0, (7,), "a")) == 3
+    job = await pool.take(decode)
+    assert (job.visible, job.handoff, await decode.emitted(job)) == (1, handoff(), [7])
+    assert await decode.write([(job, last(1, 8))]) == ["ok"]
+    assert [e.token_ids async for e in handle.stream()] == [(7,), (8,)]
+
+
+async def test_a_handoff_with_token_0_sent_again_repeats_nothing(pool: Pool, repeated: list[Any]) -> None:
+    prefill = pool.queue("prefill", "p1")
+    handle = await pool.client.submit(prompt="hi", max_tokens=2)
+    job = await pool.take(prefill)
+    await prefill.hand_off(job, handoff(), Event(0, (7,), "a"))
+    assert repeated[-1] == [b"ok", 0]
+    assert await pool.redis.xlen(pool.keys.out(handle.id)) == 1
+    assert await pool.redis.xlen(pool.keys.decode) == 1
+
+
+async def test_a_handoff_leaves_token_0_as_it_is_if_that_is_visible_already(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    await pool.client.submit(prompt="hi", max_tokens=2)
+    job = await pool.take(prefill)
+    assert await prefill.write([(job, Event(0, (7,), "a"))]) == ["ok"]
+    assert await prefill.hand_off(job, handoff(), Event(0, (7,), "a")) == 3
+    assert await pool.redis.xlen(pool.keys.out(job.id)) == 1
+
+
+async def test_a_cancelled_request_is_not_handed_off_and_shows_no_token_0(pool: Pool) -> None:
+    prefill = pool.queue("prefill", "p1")
+    handle = await pool.client.submit(prompt="hi", max_tokens=2)
+    job = await pool.take(prefill)
+    assert await handle.cancel() is True
+    with pytest.raises(RequestCancelled):
+        await prefill.hand_off(job, handoff(), Event(0, (7,), "a"))
+    assert await pool.redis.xlen(pool.keys.out(job.id)) == 0
+    assert await pool.redis.xlen(pool.keys.decode) == 0
+    await prefill.end(job, RequestCancelled("cancelled"))
 
 
 async def test_redis_itself_refuses_a_second_end_and_tokens_after_the_end(pool: Pool) -> None:
@@ -686,8 +761,8 @@ async def test_a_wrong_option_is_named_before_anything_is_sent(options: dict[str
 
 def test_every_script_declares_what_it_touches() -> None:
     names = [n for n in vars(scripts) if isinstance(getattr(scripts, n), scripts.Script)]
-    assert len(names) == 16
-    assert len({getattr(scripts, n).sha for n in names}) == 16
+    assert len(names) == 15
+    assert len({getattr(scripts, n).sha for n in names}) == 15
     for name in names:
         assert "pdq:" not in getattr(scripts, name).text
 
