@@ -40,7 +40,8 @@ def test_every_row_of_the_table_has_a_rule_and_every_key_a_row() -> None:
     spelled = [
         *map(KEYS.prefill, LANES), KEYS.decode, KEYS.request("i:d"), KEYS.out("i:d"), KEYS.load, KEYS.dead,
         KEYS.cancels, KEYS.workers, KEYS.worker("n"), KEYS.took("n"), KEYS.wake("r"),
-        keys.BlockKeys(bytes(32)).block(bytes(32)), keys.BlockKeys(bytes(32)).index, keys.BlockKeys(bytes(32)).epoch, keys.tail("i:d", 3),
+        keys.BlockKeys(bytes(32)).block(bytes(32)), keys.BlockKeys(bytes(32)).index,
+        keys.BlockKeys(bytes(32)).epoch, keys.tail("i:d", 3),
     ]  # fmt: skip
     assert {row_of(k) for k in spelled} == set(RULES)
     assert [row_of(k) for k in ("{pdq:default}:new", "pdq:other", "{pdq:default}:prefill")] == [None] * 3
