@@ -6,8 +6,8 @@ The function finds its step through a thread-local, since not every architecture
 in different threads do not meet. The modelling code makes no masks for an implementation whose name it does not know,
 so causality and windows follow from positions and the layout alone, here.
 
-Owns what each token may see. The arithmetic is in `kernels` and `products`, and in `compiled` for the single tokens of
-most models on CPUs; nothing here knows which model runs.
+Owns what each token may see. The arithmetic is in `kernels` and `products`, and for most models on CPUs in `compiled`
+and, of several tokens of a sequence, in `compiled_chunk`; nothing here knows which model runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pdq.engine import kernels, products
+from pdq.engine import compiled_chunk, kernels, products
 from pdq.engine.compiled import Batch
 from pdq.engine.kv import LayerShape, TorchSlot
 
@@ -106,7 +106,7 @@ class Step(Lengthless):
     reads: which layer's KV each attention call sees, in the order of the calls; several may see the same. pieces:
     (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a slot get
     the positions from `slot.length` on; the lengths are not changed here. choice: where products are used instead of
-    the fused kernel. compiled: is the compiled kernel used for single tokens, where it can be?
+    the fused kernel. compiled: are the compiled kernels used, where they can be?
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Step(Lengthless):
         self._layers = layers
         self._reads = iter(reads)
         self._choice = choice
+        self._compiled = compiled
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
@@ -184,7 +185,7 @@ class Step(Lengthless):
         if self._chunks:
             for i, part in enumerate(torch.split(query, self._counts, 2)[n:]):
                 bias = self._bias(n + i, spans[n + i], alibi)
-                outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer.window, scores, bias))
+                outs.append(self._chunk(i, part, keys[n + i], values[n + i], layer, scores, bias))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _visible(self, index: int, key: Tensor, value: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -201,11 +202,15 @@ class Step(Lengthless):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        window: int | None,
+        layer: LayerShape,
         scores: kernels.Scores,
         bias: Tensor | None,
     ) -> Tensor:
-        start, n = self._chunks[i]
+        (start, n), window = self._chunks[i], layer.window
+        if self._compiled and scores.plain and not layer.derived and compiled_chunk.trial(query.dtype):
+            found = compiled_chunk.chunk(query, key, value, window=window, scaling=scores.scaling)
+            if found is not None:
+                return found
         if scores.plain and self._choice.chunk(n, start + n):
             return products.chunk(
                 query,

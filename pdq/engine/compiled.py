@@ -18,16 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdq.engine import flash, kernels
-from pdq.engine.flash import CALL_FIELDS, FIELDS, SPLIT, WRITE_CALL_FIELDS, WRITE_FIELDS, Shape
+from pdq.engine import flash, kernels, team
+from pdq.engine.flash import FIELDS, SPLIT, WRITE_CALL_FIELDS, WRITE_FIELDS, Shape
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
-from pdq.engine.llvm import Code, Function
+from pdq.engine.llvm import Code
 from pdq.engine.products import seconds
 
 log = logging.getLogger(__name__)
 
 _Numbers = npt.NDArray[np.int64]
-_Job = ctypes.Array[ctypes.c_int64]
 _SERIAL_TOKENS = 512  # of all sequences and heads: with fewer, waking the other threads costs more than they save
 
 
@@ -42,9 +41,9 @@ class Batch:
         self._ends: _Numbers = np.array([slot.length + 1 for slot in slots], dtype=np.int64)
         self._first_plane = self._planes.ctypes.data
         fixed = (len(slots), self._capacities.ctypes.data, self._ends.ctypes.data)
-        self._writing = _job(WRITE_FIELDS, WRITE_CALL_FIELDS, fixed)
+        self._writing = (ctypes.c_int64 * len(WRITE_FIELDS))(*(0 for _ in WRITE_CALL_FIELDS), *fixed)
         self._threads = torch.get_num_threads()
-        self._plans: dict[tuple[Shape, int | None], _Plan] = {}
+        self._plans: dict[tuple[Shape, int | None], Plan] = {}
 
     def write(self, index: int, key: Tensor, value: Tensor) -> None:
         """Put the new K and V of layer `index`, `[1, kv_heads, pieces, dim]` each, into the slots."""
@@ -58,7 +57,7 @@ class Batch:
                 *(self._plane(plane), rows.data_ptr()),
                 *(from_head * size, from_piece * size, heads, dim * size),
             ]
-            _writer()(self._writing)
+            team.run(_writer().address("write"), ctypes.addressof(self._writing), 1)
 
     def _plane(self, plane: int) -> int:
         """Address of the addresses of a plane, one per piece."""
@@ -77,45 +76,53 @@ class Batch:
             query = query.contiguous()
         plan = self._plans.get((shape, layer.window))
         if plan is None:
-            plan = _Plan(shape, layer.window, self._capacities, self._ends)
+            plan = Plan(shape, layer.window, self._capacities, self._ends)
             self._plans[shape, layer.window] = plan
         out = torch.empty((1, pieces, heads, layer.value_dim), dtype=query.dtype)
-        plan.run(self._plane(2 * index), self._plane(2 * index + 1), query, out, scaling, self._threads)
+        threads, size = 1 if plan.serial else self._threads, query.itemsize
+        _, head, piece, _ = query.stride()
+        values = {
+            "next": 0,
+            "threads": threads,
+            "scale": scale_bits(dim**-0.5 if scaling is None else scaling),
+            "keys": self._plane(2 * index),
+            "values": self._plane(2 * index + 1),
+            "query": query.data_ptr(),
+            "query_piece": piece * size,
+            "query_head": head * size,
+            "out": out.data_ptr(),
+            **plan.fields,
+        }
+        job = (ctypes.c_int64 * len(FIELDS))(*(values[name] for name in FIELDS))
+        team.run(attention(shape), ctypes.addressof(job), threads)
         return out
 
 
-class _Plan:
-    """What is the same for all layers of one shape and window: tables, and memory for results of splits."""
+class Plan:
+    """What is the same for all layers of one shape and window: tables, and memory for results of splits.
+
+    capacities: of each piece's planes, in tokens; ends: up to where it sees. fields: by the names of `flash`, valid as
+    long as this lives.
+    """
 
     def __init__(self, shape: Shape, window: int | None, capacities: _Numbers, ends: _Numbers) -> None:
-        self._code = _attention(shape)
-        self._default_scaling = shape.key_dim**-0.5
         firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         table = _items(ends - firsts, shape.kv_heads)
-        partial = np.empty(len(table) * shape.partial_floats, dtype=np.float32)
-        pending = np.zeros(len(ends) * shape.kv_heads, dtype=np.int64)
-        self._kept = (table, capacities, firsts, ends, partial, pending)
-        addresses = [array.ctypes.data for array in self._kept]
-        self._job = _job(FIELDS, CALL_FIELDS, (len(table), *addresses))
-        self._serial = int((ends - firsts).sum()) * shape.kv_heads < _SERIAL_TOKENS
-
-    def run(self, keys: int, values: int, query: Tensor, out: Tensor, scaling: float | None, threads: int) -> None:
-        """keys, values: where the addresses of the pieces' planes are."""
-        threads = 1 if self._serial else threads
-        scale = (self._default_scaling if scaling is None else scaling) * math.log2(math.e)
-        bits = int.from_bytes(struct.pack("<f", scale), "little")
-        size = query.itemsize
-        _, head, piece, _ = query.stride()
-        self._job[: len(CALL_FIELDS)] = [
-            *(0, threads, bits, keys, values),
-            *(query.data_ptr(), piece * size, head * size, out.data_ptr()),
-        ]
-        self._code(self._job, threads)
+        self._kept = {
+            "table": table,
+            "capacities": capacities,
+            "firsts": firsts,
+            "ends": ends,
+            "partial": np.empty(len(table) * shape.partial_floats, dtype=np.float32),
+            "pending": np.zeros(len(ends) * shape.kv_heads, dtype=np.int64),
+        }
+        self.fields = {"items": len(table), **{name: array.ctypes.data for name, array in self._kept.items()}}
+        self.serial = int((ends - firsts).sum()) * shape.kv_heads < _SERIAL_TOKENS
 
 
-def _job(fields: Sequence[str], per_call: Sequence[str], fixed: Sequence[int]) -> _Job:
-    """Memory for `fields`, of which the first ones are set at every call and the others are `fixed`."""
-    return (ctypes.c_int64 * len(fields))(*(0 for _ in per_call), *fixed)
+def scale_bits(scaling: float) -> int:
+    """The field of that name: scores are exponents of two."""
+    return int.from_bytes(struct.pack("<f", scaling * math.log2(math.e)), "little")
 
 
 def _items(lengths: _Numbers, kv_heads: int) -> _Numbers:
@@ -127,47 +134,19 @@ def _items(lengths: _Numbers, kv_heads: int) -> _Numbers:
     return np.stack([item_of // kv_heads, item_of % kv_heads, split, splits[item_of]], axis=1)
 
 
-class _Code:
-    """A function of `flash`, compiled, and the threads to run it."""
-
-    def __init__(self, name: str, function: Function) -> None:
-        self._code = Code([function])
-        self._address = self._code.address(name)
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
-        self._team = _openmp()
-
-    def __call__(self, job: _Job, threads: int = 1) -> None:
-        """Without the GIL. On one thread there is no parallel region."""
-        if threads == 1 or self._team is None:
-            self._call(job)
-        else:
-            self._team(self._address, job, threads, 0)
+def attention(shape: Shape) -> int:
+    """Address of the function of `flash` for `shape`."""
+    return _attention(shape).address("attend")
 
 
 @cache
-def _attention(shape: Shape) -> _Code:
-    return _Code("attend", flash.attend(shape))
+def _attention(shape: Shape) -> Code:
+    return Code([flash.attend(shape)])
 
 
 @cache
-def _writer() -> _Code:
-    return _Code("write", flash.write())
-
-
-@cache
-def _openmp() -> Callable[[int, _Job, int, int], None] | None:
-    """Runs a function on a number of threads of torch's pool: `GOMP_parallel`, which LLVM's OpenMP has as well.
-
-    torch loads its OpenMP for the whole process. None where there is none under that name; one thread works then.
-    """
-    try:
-        team = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    team.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    team.restype = None
-    found: Callable[[int, _Job, int, int], None] = team
-    return found
+def _writer() -> Code:
+    return Code([flash.write()])
 
 
 @cache

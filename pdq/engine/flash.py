@@ -21,12 +21,15 @@ from pdq.engine.llvm import FLOATS, INTS, LANES, Function, Variable, floats, int
 
 # Small enough for K and V of a split to stay in a core's cache, and for one long sequence to occupy all cores.
 SPLIT = 512
-# int64 each, what differs from call to call first. next: the next item to take. scale: of the scores times log2(e), the
+# int64 each. next: the next item to take. scale: of the scores times log2(e), the
 # bits of a float. query_piece, query_head: bytes from one to the next. Addresses: keys, values: of each piece's plane;
 # capacities: its tokens in a plane; firsts, ends: what it sees; table: piece, head, split, number of splits of an item.
-CALL_FIELDS = ("next", "threads", "scale", "keys", "values", "query", "query_piece", "query_head", "out")
-FIELDS = (*CALL_FIELDS, "items", "table", "capacities", "firsts", "ends", "partial", "pending")
-# source: address of the new rows. from_head, from_piece: bytes from one to the next. size: bytes of a row.
+FIELDS = (
+    *("next", "threads", "scale", "keys", "values", "query", "query_piece", "query_head", "out"),
+    *("items", "table", "capacities", "firsts", "ends", "partial", "pending"),
+)
+# What differs from call to call first. source: address of the new rows. from_head, from_piece: bytes from one to the
+# next. size: bytes of a row.
 WRITE_CALL_FIELDS = ("planes", "source", "from_head", "from_piece", "heads", "size")
 WRITE_FIELDS = (*WRITE_CALL_FIELDS, "pieces", "capacities", "ends")
 _TOKENS = 4  # at once: more make more streams of loads than a CPU's prefetcher follows
@@ -172,7 +175,7 @@ class _Attend:
 
     def _load_query(self, item: _Item) -> None:
         f, job = self.f, self._job
-        scale = f.spread(f.cast(f.op(f"trunc i64 {job['scale']} to i32"), "i32", "float"))
+        scale = f.real(job["scale"])
         head = f.times(f.times(item.head, self._shape.group), job["query_head"])
         at = f.add(f.times(item.piece, job["query_piece"]), head)
         for g in range(self._shape.group):

@@ -1,18 +1,26 @@
-"""How the forward of a stock model is called with our cache: architectures differ in what arguments they take.
+"""The forward of a stock model over pieces of KV slots: architectures differ in how it is called.
 
-Used by `runner` for every forward and by `probe` for its own; knows nothing of slots or layouts.
+Used by `runner` where `fused` cannot compute a model, and by `probe`; `attention.Step` is the model's cache.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pdq.engine.attention import Attending, running
+from pdq.engine import products
+from pdq.engine.attention import Attending, Step, running
+from pdq.engine.kv import LayerShape, TorchSlot
 from pdq.errors import ModelUnsupported
+
+Pieces: TypeAlias = Sequence[tuple[TorchSlot, int]]
+# Of pieces, (slot, new tokens), those of one token first, with their ids and positions, `[tokens]`: logits `[n, vocab]`
+# of the rows `keep` `[n]`. The KV of the new tokens is written from `slot.length` on; the lengths stay.
+OverSlots: TypeAlias = Callable[[Pieces, Tensor, Tensor, Tensor], Tensor]
 
 
 class Forward:
@@ -38,6 +46,27 @@ class Forward:
         with running(cache):
             logits: Tensor = self._model(ids.unsqueeze(0), **arguments).logits[0]
         return logits if self._keeps_logits else logits[keep]
+
+
+class StockForward:
+    """The forward of `model` over slots: an `OverSlots`. The rest is for `attention.Step`, or the class `step`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerShape],
+        reads: Sequence[int],
+        choice: products.Choice | None = None,
+        compiled: bool = False,
+        step: type[Step] = Step,
+    ) -> None:
+        self._forward = Forward(model)
+        self._step, self._layers, self._reads = step, layers, reads
+        self._choice, self._compiled = choice or products.Choice(), compiled
+
+    def __call__(self, pieces: Pieces, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        step = self._step(self._layers, self._reads, pieces, self._choice, self._compiled)
+        return self._forward(step, ids, positions, keep)
 
 
 def takes_positions(cls: type[PreTrainedModel]) -> bool:

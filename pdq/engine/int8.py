@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pdq.engine.packed import Product, bfloat16, can_pack, stacked
+from pdq.engine.compiled_product import fastest
+from pdq.engine.packed import Product, stacked
 from pdq.engine.probe import stock_logits
 from pdq.errors import ConfigError
 
@@ -80,7 +81,7 @@ class Int8Maker:
 
     def __call__(self, group: Sequence[nn.Linear]) -> Product | None:
         if self._head in group:
-            return bfloat16(group) if can_pack() else None
+            return fastest(group)
         self.made += len(group)
         return Int8Product(*stacked(group), self._largest.get(group[0]))
 

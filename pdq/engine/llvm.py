@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -34,6 +34,11 @@ declare <16 x float> @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, <16 x floa
 declare <16 x bfloat> @llvm.masked.load.v16bf16.p0(ptr, i32, <16 x i1>, <16 x bfloat>)
 """
 _PAIR_PRODUCT = "@llvm.x86.avx512bf16.dpbf16ps.512"
+_NARROW_TWO = "@llvm.x86.avx512bf16.cvtne2ps2bf16.512"  # the second one becomes the lower half
+_PAIR_DECLARATIONS = f"""
+declare {FLOATS} {_PAIR_PRODUCT}({FLOATS}, {PAIRS}, {PAIRS})
+declare {PAIRS} {_NARROW_TWO}({FLOATS}, {FLOATS})
+"""
 
 
 class Function:
@@ -85,6 +90,10 @@ class Function:
     def store(self, kind: str, value: str, address: str) -> None:
         self.do(f"store {kind} {value}, ptr {address}, align {_align(kind)}")
 
+    def real(self, bits: str) -> str:
+        """The float whose bits are an i64's low half, in all lanes."""
+        return self.spread(self.cast(self.op(f"trunc i64 {bits} to i32"), "i32", "float"))
+
     def number(self, base: str, index: str | int) -> str:
         """Element `index` of an array of i64."""
         return self.load("i64", self.at(base, index, "i64"))
@@ -108,6 +117,11 @@ class Function:
         """A float in all lanes."""
         one = self.op(f"insertelement {FLOATS} poison, float {scalar}, i32 0")
         return self.op(f"shufflevector {FLOATS} {one}, {FLOATS} poison, {INTS} zeroinitializer")
+
+    def spread_word(self, word: str) -> str:
+        """An i32 in all lanes of INTS."""
+        one = self.op(f"insertelement {INTS} poison, i32 {word}, i32 0")
+        return self.op(f"shufflevector {INTS} {one}, {INTS} poison, {INTS} zeroinitializer")
 
     def shuffle(self, a: str, b: str, lanes: Sequence[int]) -> str:
         return self.op(f"shufflevector {FLOATS} {a}, {FLOATS} {b}, {INTS} <{', '.join(f'i32 {i}' for i in lanes)}>")
@@ -149,30 +163,45 @@ class Function:
         if kind == "float":
             return self.spread(self.load("float", address))
         word = self.op(f"load i32, ptr {address}, align 2")
-        one = self.op(f"insertelement {INTS} poison, i32 {word}, i32 0")
-        return self.cast(self.op(f"shufflevector {INTS} {one}, {INTS} poison, {INTS} zeroinitializer"), INTS, PAIRS)
+        return self.cast(self.spread_word(word), INTS, PAIRS)
 
     def narrow(self, vector: str) -> str:
         """FLOATS as HALVES, rounded to nearest, ties to even."""
         return self.op(f"fptrunc {FLOATS} {vector} to {HALVES}")
 
+    def paired(self, even: str, odd: str) -> str:
+        """FLOATS of even places and of odd ones as PAIRS, rounded as by `narrow`."""
+        if has_pair_products():
+            both = self.op(f"call {PAIRS} {_NARROW_TWO}({FLOATS} {odd}, {FLOATS} {even})")
+        else:
+            low, high = self.narrow(even), self.narrow(odd)
+            both = self.op(f"shufflevector {HALVES} {low}, {HALVES} {high}, <32 x i32> <{_words(range(2 * LANES))}>")
+        places = _words(i // 2 + i % 2 * LANES for i in range(2 * LANES))
+        return self.op(f"shufflevector {PAIRS} {both}, {PAIRS} poison, <32 x i32> <{places}>")
+
     def widen(self, vector: str) -> str:
         """HALVES as FLOATS."""
         return self.op(f"fpext {HALVES} {vector} to {FLOATS}")
 
-    def put(self, kind: str, vector: str, address: str, mask: str) -> None:
-        """Store the lanes of `mask` of FLOATS, as numbers of `kind`: "float" or "bfloat"."""
+    def put(self, kind: str, vector: str, address: str, mask: str | None = None) -> None:
+        """Store FLOATS as numbers of `kind`: "float" or "bfloat"; only the lanes of `mask`, if there is one."""
         value = vector if kind == "float" else self.narrow(vector)
         vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
-        self.do(f"call void @llvm.masked.store.{name}.p0({vectors} {value}, ptr {address}, i32 2, {_BITS} {mask})")
+        if mask is None:
+            self.do(f"store {vectors} {value}, ptr {address}, align 2")
+        else:
+            self.do(f"call void @llvm.masked.store.{name}.p0({vectors} {value}, ptr {address}, i32 2, {_BITS} {mask})")
 
-    def take(self, kind: str, address: str, mask: str) -> str:
-        """The lanes of `mask` from memory with numbers of `kind`, as FLOATS; the others zero."""
+    def take(self, kind: str, address: str, mask: str | None = None) -> str:
+        """Numbers of `kind` as FLOATS: all, or the lanes of `mask`, and zero in the others."""
         vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
-        found = self.op(
-            f"call {vectors} @llvm.masked.load.{name}.p0(ptr {address}, i32 2, {_BITS} {mask}, "
-            f"{vectors} zeroinitializer)"
-        )
+        if mask is None:
+            found = self.op(f"load {vectors}, ptr {address}, align 2")
+        else:
+            found = self.op(
+                f"call {vectors} @llvm.masked.load.{name}.p0(ptr {address}, i32 2, {_BITS} {mask}, "
+                f"{vectors} zeroinitializer)"
+            )
         return found if kind == "float" else self.widen(found)
 
     def choose(self, mask: str, a: str, b: str) -> str:
@@ -191,6 +220,21 @@ class Function:
             vector = by(vector, self.shuffle(vector, "poison", [i ^ step for i in range(LANES)]))
         return vector
 
+    def transposed(self, rows: Sequence[str]) -> list[str]:
+        """16 FLOATS as their columns."""
+        rows = list(rows)
+        for step in (8, 4, 2, 1):
+            low = [j if not j & step else LANES + j - step for j in range(LANES)]
+            high = [j + step if not j & step else LANES + j for j in range(LANES)]
+            for i in (i for i in range(LANES) if not i & step):
+                a, b = rows[i], rows[i + step]
+                rows[i], rows[i + step] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+        return rows
+
+    def some(self, mask: str) -> str:
+        """Is any lane of a mask true? An i1."""
+        return self.two("icmp ne", "i16", self.cast(mask, _BITS, "i16"), 0)
+
     def exp2(self, x: str) -> str:
         """2^x for x <= 0, within 1e-7 of it; 0 below -127, and what is not a number stays so.
 
@@ -206,6 +250,21 @@ class Function:
         exponent = self.two("add", INTS, self.cast(shifted, FLOATS, INTS), ints(127))
         scale = self.cast(self.two("shl", INTS, exponent, ints(23)), INTS, FLOATS)
         return self.two("fmul", FLOATS, power, scale)
+
+    def rough_exp2(self, x: str) -> str:
+        """As `exp2`, within 1.1e-4, for what is then rounded to bfloat16, and in fewer steps.
+
+        The exponent is added to the bits of the rest. Below -127 that is 0 because the series is exactly 1 there; what
+        is not a number must have come from bfloat16, whose low bits are zero, to stay so.
+        """
+        x = self.choose(self.two("fcmp olt", FLOATS, x, floats(-127.0)), floats(-127.0), x)
+        shifted = self.plus(x, floats(_ROUND))
+        rest = self.two("fsub", FLOATS, x, self.two("fsub", FLOATS, shifted, floats(_ROUND)))
+        power = floats(_ROUGH[-1])
+        for c in _ROUGH[-2::-1]:
+            power = self.fma(power, rest, floats(c))
+        exponent = self.two("shl", INTS, self.cast(shifted, FLOATS, INTS), ints(23))
+        return self.cast(self.two("add", INTS, self.cast(power, FLOATS, INTS), exponent), INTS, FLOATS)
 
     @contextmanager
     def loop(self, stop: str | int, step: int = 1) -> Iterator[str]:
@@ -268,6 +327,7 @@ class Variable:
 
 
 _ROUND = 1.5 * 2.0**23
+_ROUGH = (1.0, 0.69328293, 0.242211, 0.05500893)  # least relative error for 2^x in [-0.5, 0.5], but exact at 0
 _SERIES = tuple(math.log(2) ** i / math.factorial(i) for i in range(7))
 
 
@@ -276,6 +336,13 @@ def floats(x: float) -> str:
     (single,) = struct.unpack("<f", struct.pack("<f", x))
     bits = struct.unpack("<Q", struct.pack("<d", single))[0]
     return f"<{', '.join([f'float 0x{bits:016X}'] * LANES)}>"
+
+
+def lanes(count: int) -> str | None:
+    """A constant mask of the first `count` lanes; None where that is all of them."""
+    if count >= LANES:
+        return None
+    return f"<{', '.join(f'i1 {int(i < count)}' for i in range(LANES))}>"
 
 
 def ints(x: int) -> str:
@@ -292,7 +359,7 @@ class Code:
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
         )
-        pairs = [f"declare {FLOATS} {_PAIR_PRODUCT}({FLOATS}, {PAIRS}, {PAIRS})"] if has_pair_products() else []
+        pairs = [_PAIR_DECLARATIONS] if has_pair_products() else []
         module = llvm.parse_assembly("\n".join([_DECLARATIONS, *pairs, *(f.text for f in functions)]))
         module.verify()
         tuning = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -317,6 +384,10 @@ def _features() -> str:
     """What the CPU can do, in LLVM's words. By itself LLVM uses half of a 512-bit register, on account of old CPUs."""
     found = llvm.get_host_cpu_features()
     return str(found.flatten()) + (",-prefer-256-bit" if found.get("avx512f") else "")
+
+
+def _words(numbers: Iterable[int]) -> str:
+    return ", ".join(f"i32 {i}" for i in numbers)
 
 
 def _align(kind: str) -> int:

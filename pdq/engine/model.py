@@ -22,8 +22,9 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
+from pdq.engine.compiled_product import fastest
 from pdq.engine.int8 import Int8Maker, require_int8
-from pdq.engine.packed import Maker, bfloat16, can_pack, pack, separate
+from pdq.engine.packed import Maker, pack, separate
 from pdq.engine.probe import CannotRun, check_class, layout_of, try_out
 from pdq.engine.siblings import Family, families
 from pdq.errors import ConfigError, ModelUnsupported
@@ -65,8 +66,8 @@ def load_model(
         replace(model, siblings, maker)
         if not maker.made:
             raise ConfigError(f"quantization: {type(model).__name__} has no layers that int8 is for; use none")
-    elif can_pack() and model.device.type == "cpu":
-        replace(model, siblings, bfloat16)
+    elif model.device.type == "cpu":
+        replace(model, siblings, fastest)
     return model
 
 

@@ -39,8 +39,8 @@ class _Shared:
 
     def __init__(self, product: Product, widths: Sequence[int]) -> None:
         self.contiguous = False
-        self._product = product
-        self._widths = list(widths)
+        self.product = product
+        self.widths = list(widths)
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None  # one assignment: threads never see halves of two
 
     def part(self, index: int, x: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ class _Shared:
 
         The first layer always computes, so nothing outlives its forward; whoever comes with another tensor does too.
         """
-        if len(self._widths) == 1:
-            return self._product(x)
+        if len(self.widths) == 1:
+            return self.product(x)
         found = self._last
         if index == 0 or found is None or found[0] is not x:
-            found = x, torch.split_with_sizes(self._product(x), self._widths, -1)
-        self._last = None if index == len(self._widths) - 1 else found
+            found = x, torch.split_with_sizes(self.product(x), self.widths, -1)
+        self._last = None if index == len(self.widths) - 1 else found
         return found[1][index].contiguous() if self.contiguous else found[1][index]
 
 

@@ -9,6 +9,7 @@ too. Used at load and by `check`; not part of a request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pdq.engine.adapters import PLACEHOLDER, adapt, adaptable, reference, restore
 from pdq.engine.attention import IMPLEMENTATION, Step
-from pdq.engine.forward import Forward, takes_positions
+from pdq.engine.forward import Forward, OverSlots, StockForward, takes_positions
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
 from pdq.engine.recorder import PROBING, Recorder
 from pdq.errors import ModelUnsupported
@@ -93,7 +94,7 @@ def longest_stable(config: PreTrainedConfig) -> int | None:
 def record(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
     """Layers and reads (see `Probed`), from a forward in which nothing is attended to; the model may be on "meta"."""
     recorder = Recorder(model)
-    ids = _text(model)
+    ids = short_text(model)
     _use(model, PLACEHOLDER if adapt(model) else PROBING)
     try:
         rows = torch.arange(len(ids), device=ids.device)
@@ -111,7 +112,7 @@ def compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple
 
     Over slots it does so in pieces and beside another text. Leaves the model with our attention.
     """
-    stock = stock_logits(model, _text(model))
+    stock = stock_logits(model, short_text(model))
     ours = try_out(model, layers, reads)
     error = float((ours - stock).norm() / stock.norm().clamp(min=1e-12))
     if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
@@ -129,32 +130,33 @@ def try_out(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple
     """
     _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
     try:
-        return _logits_over_slots(model, layers, reads, _text(model))
+        forwards = [StockForward(model, layers, reads, step=step) for step in (Step, _Later)]
+        return over_slots(Layout(layers, model.dtype), short_text(model), forwards)
     except Exception as e:
         raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
 
 
-def _logits_over_slots(
-    model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...], ids: torch.Tensor
-) -> torch.Tensor:
-    """`[tokens, vocab]` of `ids`, computed beside the same text backwards."""
-    layout = Layout(layers, model.dtype)
+@torch.inference_mode()
+def over_slots(layout: Layout, ids: torch.Tensor, forwards: Sequence[OverSlots]) -> torch.Tensor:
+    """float32 `[tokens, vocab]` of `ids`, computed in pieces, beside the same text backwards.
+
+    forwards: of which one computes the beginnings, the other the rest.
+    """
     texts = [ids, ids.flip(0)]
-    slots = [TorchSlot(layout, len(ids), model.device) for _ in texts]
-    forward = Forward(model)
+    slots = [TorchSlot(layout, len(ids), ids.device) for _ in texts]
     rest = len(ids) - 4
     logits = []
     # New tokens of both texts; the single tokens of a forward come first.
-    for kind, counts in ((Step, (rest, 1)), (Step, (1, rest)), (_Later, (2, 1)), (_Later, (1, 2))):
-        order = sorted(range(2), key=lambda i: counts[i] > 1)
-        step = kind(layers, reads, [(slots[i], counts[i]) for i in order])
-        parts = {i: slice(slots[i].length, slots[i].length + counts[i]) for i in order}
+    for i, counts in enumerate(((rest, 1), (1, rest), (2, 1), (1, 2))):
+        order = sorted(range(2), key=lambda text: counts[text] > 1)
+        parts = {text: slice(slots[text].length, slots[text].length + counts[text]) for text in order}
         positions = torch.cat([torch.arange(p.start, p.stop, device=ids.device) for p in parts.values()])
-        new = torch.cat([texts[i][p] for i, p in parts.items()])
-        found = forward(step, new, positions, torch.arange(len(new), device=ids.device))
+        new = torch.cat([texts[text][p] for text, p in parts.items()])
+        pieces = [(slots[text], counts[text]) for text in order]
+        found = forwards[i // 2](pieces, new, positions, torch.arange(len(new), device=ids.device))
         logits.append(found[-counts[0] :] if order[1] == 0 else found[: counts[0]])
-        for i in order:
-            slots[i].length += counts[i]
+        for text in order:
+            slots[text].length += counts[text]
     return torch.cat(logits).float()
 
 
@@ -177,7 +179,7 @@ def stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _text(model: PreTrainedModel) -> torch.Tensor:
+def short_text(model: PreTrainedModel) -> torch.Tensor:
     vocab: int = model.config.get_text_config().vocab_size
     return (torch.arange(_TOKENS, device=model.device) * 7 + 3) % vocab
 

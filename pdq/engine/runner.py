@@ -1,7 +1,8 @@
 """The torch implementation of `engine.base.Engine`: one forward for prefill chunks, decode steps and mixes of both.
 
-Owns the order of rows, the KV budget and the slots' lengths. The stock modelling code computes; `attention.Step` is its
-cache and attention, `choice.choose` picks the tokens. Knows nothing of requests, Redis or blocks.
+Owns the order of rows, the KV budget and the slots' lengths. The stock modelling code computes (`forward`), or for
+usual models on a CPU compiled code that was compared with it (`fused`); `choice.choose` picks the tokens. Knows nothing
+of requests, Redis or blocks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdq.engine import compiled, products
-from pdq.engine.attention import Step
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.choice import choose
-from pdq.engine.forward import Forward
+from pdq.engine.forwards import fastest_forward
 from pdq.engine.kv import TorchSlot
 from pdq.engine.probe import layout_of
 from pdq.errors import ModelUnsupported
@@ -55,15 +54,12 @@ class TorchEngine:
                 f"{type(model).__name__}: its rotary embedding changes for all positions once a text is longer than "
                 f"{probed.max_positions} tokens, which breaks stored KV; set max_model_len to at most that"
             )
-        self._forward = Forward(model)
         self._layout = probed.layout
-        self._reads = probed.reads
         self._device = model.device
         self._threads = threads
         self.more_threads = 0
         self._set_threads()
-        self._choice = products.trial(model.dtype) if model.device.type == "cpu" else products.Choice()
-        self._compiled = model.device.type == "cpu" and compiled.trial(model.dtype)
+        self._forward = fastest_forward(model, probed)
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self.spec = EngineSpec(
@@ -75,8 +71,7 @@ class TorchEngine:
             eos_ids=eos_ids,
             max_model_len=max_model_len,
         )
-        if self._compiled:
-            self._warm()
+        self._warm()
 
     def open(self, capacity: int) -> Slot:
         size = self._rounded(capacity)
@@ -150,14 +145,13 @@ class TorchEngine:
             last_row[i] = len(ids) - 1
         keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
         pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
-        step = Step(self._layout.layers, self._reads, pieces, self._choice, self._compiled)
-        logits = self._forward(step, self._indices(ids), self._indices(positions), self._indices(keep))
+        logits = self._forward(pieces, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
         return logits
 
     def _warm(self) -> None:
-        """Attention is compiled for the shapes of this model now, not while a first request waits."""
+        """What is compiled for the shapes of this model is so now, not while a first request waits."""
         with torch.inference_mode():
             self._compute([Segment(TorchSlot(self._layout, 1, self._device), [0])])
 

@@ -74,10 +74,13 @@ class ScriptedSlot:
     tokens: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
 
-    def append(self, token: int) -> None:
-        self.sums.append(zlib.crc32(struct.pack("<I", token), self.sums[-1] if self.sums else 0))
-        self.tokens.append(token)
-        self.length += 1
+    def extend(self, token_ids: Sequence[int]) -> None:
+        state, packed = self.sums[-1] if self.sums else 0, struct.pack(f"<{len(token_ids)}I", *token_ids)
+        for at in range(0, len(packed), 4):
+            state = zlib.crc32(packed[at : at + 4], state)
+            self.sums.append(state)
+        self.tokens += token_ids
+        self.length += len(token_ids)
 
 
 class ScriptedEngine:
@@ -146,8 +149,7 @@ class ScriptedEngine:
         slot = _own(segment.slot)
         if slot.length + len(segment.token_ids) > slot.capacity:
             raise ValueError("the slot is full")
-        for token in segment.token_ids:
-            slot.append(token)
+        slot.extend(segment.token_ids)
         if segment.sample is None:
             return None
         token = self._token(segment, segment.sample, slot.sums[-1])
@@ -173,8 +175,9 @@ class ScriptedEngine:
         own, repeat = _own(slot), self._script.token_bytes // 8
         out = []
         for at in range(start, stop, size):
-            span = range(at, min(at + size, stop))
-            payload = b"".join(_RECORD.pack(own.tokens[i], own.sums[i]) * repeat for i in span)
+            end = min(at + size, stop)
+            records = map(_RECORD.pack, own.tokens[at:end], own.sums[at:end])
+            payload = b"".join(records if repeat == 1 else (record * repeat for record in records))
             out.append(memoryview(bytearray(bytes(headroom) + payload)))
         return out
 
@@ -187,11 +190,10 @@ class ScriptedEngine:
         if self._script.load_ms and start == 0:
             time.sleep(self._script.load_ms / 1e3)
         for n, data in runs:
-            for i in range(n):
-                token, checksum = _RECORD.unpack_from(data, i * step)
-                own.append(token)
-                if own.sums[-1] != checksum:
-                    raise ValueError("KV of other tokens was loaded")
+            records = [_RECORD.unpack_from(data, at) for at in range(0, n * step, step)]
+            own.extend([token for token, _ in records])
+            if own.sums[own.length - n :] != [checksum for _, checksum in records]:
+                raise ValueError("KV of other tokens was loaded")
 
 
 def _scores(token: int, count: int, state: int) -> Scores:

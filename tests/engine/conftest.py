@@ -10,15 +10,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pdq.engine import compiled, compiled_chunk
 from pdq.engine.adapters import reference
+from pdq.engine.fused import FusedForward
 from pdq.engine.runner import TorchEngine
 from tests.engine.pd import engine, generated
-from tests.engine.tiny import VOCAB, tiny_model
+from tests.engine.tiny import COMPILED, VOCAB, compiled_model, tiny_model
 
 
 @dataclass
 class Arch:
-    """One architecture: a stock model, and two engines (prefill and decode) over other instances of its weights."""
+    """One architecture: a stock model, and two engines (prefill and decode) over other instances of its weights.
+
+    A name of COMPILED: the engines' models are as they are after loading, and computed by compiled code as a whole.
+    """
 
     stock: PreTrainedModel
     prefill: TorchEngine
@@ -59,7 +64,7 @@ def stock_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 def stock(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Eager, unless that is wrong in transformers itself: it knows soft-capping and sinks in every version."""
-    model = tiny_model(name).to(dtype)
+    model = tiny_model(COMPILED.get(name, name)).to(dtype)
     model.config._attn_implementation = reference(type(model))
     return model
 
@@ -76,7 +81,15 @@ def _one_thread() -> Iterator[None]:
 def arch() -> Callable[[str], Arch]:
     @cache
     def made(name: str) -> Arch:
-        half = Half(stock(name, torch.bfloat16), engine(tiny_model(name).to(torch.bfloat16), dtype="bfloat16"))
-        return Arch(stock(name), engine(tiny_model(name)), engine(tiny_model(name)), half)
+        def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+            return compiled_model(name, dtype) if name in COMPILED else tiny_model(name).to(dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for kernel in (compiled, compiled_chunk):  # whether or not they are the fastest ones here
+                patch.setattr(kernel, "trial", lambda dtype: True)
+            half = Half(stock(name, torch.bfloat16), engine(model(torch.bfloat16), dtype="bfloat16"))
+            it = Arch(stock(name), engine(model()), engine(model()), half)
+        assert all(isinstance(e._forward, FusedForward) == (name in COMPILED) for e in (it.prefill, half.engine))
+        return it
 
     return made

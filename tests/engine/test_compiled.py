@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdq.engine import compiled, kernels
+from pdq.engine import compiled, compiled_chunk, kernels
 from pdq.engine.attention import Step
 from pdq.engine.base import Segment
 from pdq.engine.compiled import Batch
@@ -172,6 +172,7 @@ def test_single_tokens_go_through_it_and_chunks_beside_them_do_not(monkeypatch: 
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, stock=stock, name=name: used.append(name) or stock(*a))
     monkeypatch.setattr(compiled, "trial", lambda dtype: True)
+    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: False)
     it, ids = engine(tiny_model("llama")), [5, 6, 7, 8, 9]
     assert used[-2:] == ["attend"] * 2  # at load, so that no request waits for the compiler; two layers
     used.clear()

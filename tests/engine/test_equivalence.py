@@ -1,6 +1,7 @@
 """Prefill in one engine and decode in another give what the stock model gives alone, for every architecture.
 
-The reference is transformers' own `generate` and forward in float32, by eager attention.
+The reference is transformers' own `generate` and forward in float32, by eager attention. "compiled": without the stock
+modelling code (`engine.fused`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pdq.engine.base import Segment, Slot
 from pdq.engine.runner import TorchEngine
 from tests.engine.conftest import Arch
 from tests.engine.pd import BLOCK, GREEDY, Handoff, decode_together, full_blocks, one, prefill
-from tests.engine.tiny import CONFIGS, CONTEXT, WINDOW
+from tests.engine.tiny import COMPILED, CONFIGS, CONTEXT, WINDOW
 
 COUNT = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW + 1, 2 * BLOCK, 2 * WINDOW, 4 * BLOCK + 1)
@@ -22,7 +23,7 @@ CUTS = (1, 15, 16, 17, 31, 32, 33)
 BFLOAT16 = 1.5  # how many times farther than the stock model in bfloat16 ours may be from float32, in the median
 Archs = Callable[[str], Arch]
 
-each_arch = pytest.mark.parametrize("name", CONFIGS)
+each_arch = pytest.mark.parametrize("name", [*CONFIGS, *COMPILED])
 each_chunk = pytest.mark.parametrize("chunk", [1, 7, CONTEXT], ids=["by token", "by 7", "whole"])
 
 

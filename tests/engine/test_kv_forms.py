@@ -97,7 +97,7 @@ def exchange(it: TorchEngine, other: TorchEngine, codec: str, ids: list[int]) ->
     return taken
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.06), ("float16", 0.03), ("float32", 0.03)])
+@pytest.mark.parametrize(("codec", "tolerance"), [("bfloat16", 0.06), ("float16", 0.04), ("float32", 0.03)])
 def test_engines_of_different_dtypes_exchange_kv_through_a_declared_form(codec: str, tolerance: float) -> None:
     half, full = engine(tiny_model("llama").bfloat16(), dtype="bfloat16"), engine(tiny_model("llama"))
     ids = [(i * 7) % 101 for i in range(24)]

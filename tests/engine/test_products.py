@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdq.engine import compiled, kernels, products
+from pdq.engine import compiled, compiled_product, kernels, products
 from pdq.engine.attention import causal_mask
 from pdq.engine.base import Segment, Slot
 from pdq.engine.kv import TorchSlot
 from pdq.engine.model import load_model
-from pdq.engine.packed import PackedLinear, can_pack, pack
+from pdq.engine.packed import Bfloat16Product, PackedLinear, can_pack, pack
 from pdq.engine.runner import TorchEngine
 from tests.engine.conftest import Arch
 from tests.engine.pd import GREEDY, Handoff, decode_together, engine, prefill
@@ -61,7 +61,9 @@ def test_the_kernels_are_the_ones_that_ran(
     for name in ("single", "chunk"):
         stock = getattr(products, name)
         monkeypatch.setattr(products, name, lambda *a, stock=stock, name=name, **k: used.append(name) or stock(*a, **k))
-    prefill(forced("llama"), [1, 2, 3, 4, 5], 4)
+    it = forced("llama")
+    used.clear()  # of the first forward, at load
+    prefill(it, [1, 2, 3, 4, 5], 4)
     assert used == ["chunk", "chunk", "single", "single"]  # two layers each
 
 
@@ -121,12 +123,15 @@ def test_a_chunk_without_a_sample_runs_through_a_packed_head() -> None:
 
 
 @needs_packing
-def test_bfloat16_is_packed_at_load_and_float32_is_not(tmp_path: Path) -> None:
+def test_linear_layers_are_packed_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
     half = load_model(folder, dtype="bfloat16", device="cpu")
+    monkeypatch.setattr(compiled_product, "supported", lambda dtype: False)
+    other = load_model(folder, dtype="bfloat16", device="cpu")
     full = load_model(folder, dtype="float32", device="cpu")
-    assert not any(type(m) is nn.Linear for m in half.modules())
-    assert not any(isinstance(m, PackedLinear) for m in full.modules())
+    assert not any(type(m) is nn.Linear for it in (half, other) for m in it.modules())
+    assert all(isinstance(m.shared.product, Bfloat16Product) for m in other.modules() if isinstance(m, PackedLinear))
+    assert not any(isinstance(m, PackedLinear) for m in full.modules())  # MKL packs by itself
     assert half.get_input_embeddings().weight.shape == (101, 32)
 
 

@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from pdq.engine.compiled_product import fastest, supported
+from pdq.engine.model import replace
+from pdq.engine.probe import layout_of
+from pdq.engine.siblings import families
+
 VOCAB = 101
 CONTEXT = 128
 WINDOW = 5  # of the architectures with a sliding window
@@ -115,6 +120,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Those whose forward is compiled as a whole, by the names under which the tests know them so.
+_FUSED = ("llama", "llama tied", "llama llama3", "llama yarn", "phi3", "qwen2", "qwen3", "smollm3", "mistral")
+COMPILED = {f"{name} compiled": name for name in _FUSED} if supported(torch.float32) else {}
+
+
 def tiny_model(arch: str, **overrides: Any) -> PreTrainedModel:
     """A model of `arch` (of CONFIGS, or another model type), float32, the same weights at every call."""
     settings = CONFIGS.get(arch, _PLAIN) | _TOKENS | overrides
@@ -126,6 +136,13 @@ def tiny_model(arch: str, **overrides: Any) -> PreTrainedModel:
         scale = 2.0 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
         noise = torch.randn(parameter.shape, generator=generator) * scale
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    return model
+
+
+def compiled_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """name: of COMPILED. With the products that loading gives it."""
+    model = tiny_model(COMPILED[name]).to(dtype)
+    replace(model, families(model, lambda: layout_of(model)), fastest)
     return model
 
 

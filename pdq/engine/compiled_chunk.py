@@ -1,0 +1,177 @@
+"""The prefill backend for CPUs: attention of many new tokens of one sequence over its KV, one native call a layer.
+
+`flash_chunk` has the machine code; here are the tables that it reads, made once for all layers of a forward, and what
+calls it. Its threads are those of `compiled`. Called by `attention`; every other case is left to `kernels` and
+`products`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import struct
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdq.engine import flash_chunk, kernels, products, team
+from pdq.engine.flash import Shape
+from pdq.engine.flash_chunk import FIELDS, MOST_VECTORS, NO_WINDOW, TILE
+from pdq.engine.llvm import LANES, Code
+from pdq.engine.products import seconds
+
+log = logging.getLogger(__name__)
+
+_Table = npt.NDArray[np.int64]
+_Fields = ctypes.c_int64 * len(FIELDS)
+_MOST_DIM = 1024  # sums of an item's rows lie on a thread's stack
+_SERIAL_PRODUCTS = 1 << 19  # with fewer, waking the other threads costs more than they save
+_LEAST_SCALE = 2.0**-126  # in place of zero, by which -inf could not be multiplied
+
+
+def chunk(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scaling: float | None, out: Tensor | None = None
+) -> Tensor | None:
+    """query `[1, heads, n, dim]`, key and value `[1, kv_heads, visible, dim]` -> `[1, n, heads, value_dim]`.
+
+    Causal: the last n visible tokens are the query's own. window: how many tokens back, itself included, a token sees;
+    key and value may begin at the first one that any sees. Tokens of a head follow each other in memory, and the heads
+    of K are as many tokens apart as those of V; otherwise they are copied. scaling None: 1 / sqrt(dim). out: where the
+    result is to be written, of the same dtype, any strides but 1 for the last. None: this kernel cannot do that shape.
+    """
+    _, heads, n, dim = query.shape
+    _, kv_heads, visible, value_dim = value.shape
+    shape = Shape(query.dtype, heads // kv_heads, kv_heads, dim, value_dim)
+    if not supported(shape) or not query.dtype == key.dtype == value.dtype:
+        return None
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    capacity = key.stride(1) // dim
+    if key.stride()[1:] != (capacity * dim, dim, 1) or value.stride()[1:] != (capacity * value_dim, value_dim, 1):
+        key, value, capacity = key.contiguous(), value.contiguous(), visible
+    if out is None:
+        out = torch.empty((1, n, heads, value_dim), dtype=query.dtype)
+    size, (_, query_head, query_row, _), (_, out_row, out_head, _) = query.itemsize, query.stride(), out.stride()
+    run(
+        shape, query.data_ptr(), query_row * size, query_head * size, key.data_ptr(), value.data_ptr(), capacity,
+        n, visible, window, scaling, out.data_ptr(), out_row * size, out_head * size, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def supported(shape: Shape) -> bool:
+    return shape.supported and max(shape.key_dim, shape.value_dim) <= _MOST_DIM
+
+
+def run(
+    shape: Shape,
+    query: int,
+    query_row: int,
+    query_head: int,
+    key: int,
+    value: int,
+    capacity: int,
+    n: int,
+    visible: int,
+    window: int | None,
+    scaling: float | None,
+    out: int,
+    out_row: int,
+    out_head: int,
+    threads: int,
+) -> None:
+    """As `chunk`, for a supported shape and raw memory: addresses, and bytes from one token or head to the next.
+
+    capacity: tokens from one head of K and V to the next. visible: tokens from the one at `key` and `value` on.
+    """
+    found = plan(shape, n, visible, window)
+    where = {"query": query, "query_row": query_row, "query_head": query_head, "key": key, "value": value}
+    to = {"capacity": capacity, "out": out, "out_row": out_row, "out_head": out_head}
+    scale = scale_fields(shape.dtype, shape.key_dim**-0.5 if scaling is None else scaling)
+    values = {"next": 0, **where, **to, **scale, **found.fields}
+    job = _Fields(*(values[name] for name in FIELDS))
+    team.run(attention(shape), ctypes.addressof(job), 1 if found.serial else threads)
+
+
+def scale_fields(dtype: torch.dtype, scaling: float) -> dict[str, int]:
+    """By the names of `flash_chunk`."""
+    scale = scaling * math.log2(math.e)
+    bits = int.from_bytes(struct.pack("<f", max(abs(scale), _LEAST_SCALE)), "little")
+    flip = 0x80008000 if dtype is torch.bfloat16 else 0x80000000
+    return {"scale": bits, "flip": 0 if scale >= 0 else flip}
+
+
+class Plan:
+    """What is the same for all layers of one shape and window: the tables.
+
+    fields: by the names of `flash_chunk`, valid as long as this lives.
+    """
+
+    def __init__(self, shape: Shape, n: int, visible: int, window: int | None) -> None:
+        rows = np.arange(-(-n * shape.group // LANES) * LANES, dtype=np.int64)
+        tokens, heads = np.divmod(np.minimum(rows, n * shape.group - 1), shape.group)
+        limits = (visible - n + tokens).astype(np.int32)
+        table = _items(limits, shape.kv_heads, window)
+        self._kept: dict[str, npt.NDArray[Any]] = {"table": table, "limits": limits, "tokens": tokens, "heads": heads}
+        addresses = {name: array.ctypes.data for name, array in self._kept.items()}
+        self.fields = {"window": window or NO_WINDOW, "items": len(table), **addresses}
+        seen = int((table[:, 2] * (table[:, 4] - table[:, 3])).sum()) * LANES
+        self.serial = seen * (shape.key_dim + shape.value_dim) < _SERIAL_PRODUCTS
+
+
+def _items(limits: npt.NDArray[np.int32], kv_heads: int, window: int | None) -> _Table:
+    """`[items, fields of an item]`, of each head those with most work first. limits: the last token each row sees."""
+    vectors = len(limits) // LANES
+    bounds = np.linspace(0, vectors, -(-vectors // MOST_VECTORS) + 1).astype(np.int64)
+    firsts, ends = bounds[:-1], bounds[1:]
+    lowest, highest = limits[firsts * LANES], limits[ends * LANES - 1]
+    # Tiles begin where they do for every item, so that sums have one order.
+    oldest = lowest * 0 if window is None else np.maximum(lowest - window + 1, 0)
+    whole = lowest * 0 if window is None else np.maximum(highest - window + 1, 0)
+    columns = (firsts, ends - firsts, oldest // TILE * TILE, highest + 1, whole, lowest + 1)
+    blocks = np.stack(columns, axis=1).astype(np.int64)[::-1]
+    heads = np.repeat(np.arange(kv_heads), len(blocks))[:, None]
+    return np.ascontiguousarray(np.concatenate([heads, np.tile(blocks, (kv_heads, 1))], axis=1))
+
+
+@lru_cache(maxsize=64)
+def plan(shape: Shape, n: int, visible: int, window: int | None) -> Plan:
+    return Plan(shape, n, visible, window)
+
+
+def attention(shape: Shape) -> int:
+    """Address of the function of `flash_chunk` for `shape`."""
+    return _attention(shape).address("chunk")
+
+
+@cache
+def _attention(shape: Shape) -> Code:
+    return Code([flash_chunk.chunk(shape)])
+
+
+@cache
+def trial(dtype: torch.dtype) -> bool:
+    """Is this backend to be used for `dtype` on this CPU: does it compile, and beat the others? Once, half a second.
+
+    One size of chunk will do: in shorter and longer ones the others fall back further.
+    """
+    n, visible = 128, 1024
+    if not supported(Shape(dtype, 3, 3, 64, 64)):
+        return False
+    query = torch.ones((1, 9, n, 64), dtype=dtype)
+    key, mask = torch.ones((1, 3, visible, 64), dtype=dtype), torch.zeros((n, visible), dtype=dtype)
+    try:
+        ours = seconds(lambda: chunk(query, key, key, window=None, scaling=None))
+    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
+        log.warning("attention cannot be compiled for this CPU: %s", e)
+        return False
+    scratch = products.Scratch()
+    return ours < min(
+        seconds(lambda: kernels.prefill(query, key, key, mask, kernels.Scores())),
+        seconds(lambda: products.chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch)),
+    )

@@ -1,0 +1,130 @@
+"""Linear layers by the compiled product: weights are brought into its form once, at load.
+
+On the CPUs where it is used it reads the weights of one row as fast as memory gives them, and is as fast as oneDNN with
+hundreds of rows; and a row's result does not depend on the other rows. Not where the CPU has a matrix unit (AMX),
+which the product does not know.
+
+Owns the form of the weights and the plan of a call; the machine code is `gemm`. Used by `packed` and `fused`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pdq.engine import team
+from pdq.engine.gemm import BLOCK, FIELDS, MOST_ROWS, product
+from pdq.engine.llvm import Code
+from pdq.engine.packed import Product, bfloat16, can_pack, stacked
+
+log = logging.getLogger(__name__)
+
+_ITEMS = 8  # for each thread, or the last one to finish keeps the others waiting
+_SERIAL = 1 << 15  # products of numbers: with fewer, waking other threads costs more than they save
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is divided: `height` rows a tile, the other fields as in `gemm`."""
+
+    height: int
+    rows: int
+    tiles: int
+    per_group: int
+    groups: int
+    items: int
+
+    @classmethod
+    def of(cls, rows: int, blocks: int, threads: int) -> Cut:
+        if not rows:
+            return cls(1, 0, 0, 0, 1, 0)
+        tiles = -(-rows // MOST_ROWS)
+        height = -(-rows // tiles)
+        groups = min(tiles, max(1, -(-_ITEMS * threads // blocks)))
+        per_group = -(-tiles // groups)
+        groups = -(-tiles // per_group)
+        return cls(height, rows, tiles, per_group, groups, blocks * groups)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        names = ("rows", "tiles", "per_group", "groups", "items")
+        return {name: getattr(self, name) for name in names}
+
+
+class CompiledProduct:
+    """A `packed.Product`: weight `[out, in]`, bias `[out]` or None, of one dtype, bfloat16 (`in` even) or float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.dtype = weight.dtype
+        self.outputs, self.inputs = weight.shape
+        self.blocks = -(-self.outputs // BLOCK)
+        per_step = 4 // weight.itemsize
+        self.steps = self.inputs // per_step
+        whole = functional.pad(weight, (0, 0, 0, self.blocks * BLOCK - self.outputs))
+        self.weight = whole.view(self.blocks, BLOCK, self.steps, per_step).permute(0, 2, 1, 3).contiguous()
+        self.bias = None if bias is None else bias.float().contiguous()
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """What is the same in every call, by the names of `gemm`."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return {"weight": self.weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.inputs).contiguous()
+        out = x.new_empty((*x.shape[:-1], self.outputs))
+        if len(rows):
+            threads = 1 if rows.numel() * self.outputs < _SERIAL else torch.get_num_threads()
+            cut, size = Cut.of(len(rows), self.blocks, threads), x.itemsize
+            at = {"x": rows.data_ptr(), "x_row": self.inputs * size}
+            to = {"out": out.data_ptr(), "out_row": self.outputs * size, "wide": 0}
+            values = {"next": 0, **at, **to, **cut.fields, **self.fields}
+            job = (ctypes.c_int64 * len(FIELDS))(*(values[name] for name in FIELDS))
+            team.run(address(self.dtype, cut.height), ctypes.addressof(job), threads)
+        return out
+
+
+def compiled(group: Sequence[nn.Linear]) -> Product | None:
+    """A `packed.Maker`, for layers on a CPU; None for those that it cannot do."""
+    weight = group[0].weight
+    if not supported(weight.dtype) or weight.shape[1] * weight.itemsize % 4:
+        return None
+    return CompiledProduct(*stacked(group))
+
+
+def fastest(group: Sequence[nn.Linear]) -> Product | None:
+    """The `packed.Maker` of choice for a CPU."""
+    return compiled(group) or (bfloat16(group) if can_pack() else None)
+
+
+def address(dtype: torch.dtype, height: int) -> int:
+    """Of the function for tiles of that many rows."""
+    return _code(dtype).address(f"product{height}")
+
+
+@cache
+def _code(dtype: torch.dtype) -> Code:
+    return Code([product(dtype, height, f"product{height}") for height in range(1, MOST_ROWS + 1)])
+
+
+@cache
+def supported(dtype: torch.dtype) -> bool:
+    """Is this the fastest product for `dtype` on this CPU? Compiles it, which takes a third of a second, once."""
+    if dtype not in (torch.bfloat16, torch.float32) or platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx2_supported():
+        return False
+    try:
+        _code(dtype)
+    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
+        log.warning("products cannot be compiled for this CPU: %s", e)
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""The compiled product of a few or many rows with the weight of a linear layer: y = x W^T + b.
+
+Weights lie in blocks of BLOCK outputs, for each block all that a step along the inputs needs side by side: read once
+from memory in one stream, while the rows stay in a core's cache. Sums are in float32, and of each output they have one
+order, along the inputs: neither the number of rows nor that of threads changes a bit of the result.
+
+What is written here in `llvm`'s terms takes items, which are (block of outputs, group of row tiles), from any number of
+threads. Called by `compiled_product`, which lays out the memory that FIELDS name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdq.engine.llvm import FLOATS, LANES, PAIRS, Function, Variable
+
+BLOCK = 32  # outputs
+MOST_ROWS = 12  # of a tile: with BLOCK outputs their sums fill the registers of AVX-512
+# int64 each. x, out: rows of numbers, `x_row` and `out_row` bytes from one to the next; wide: is `out` float32 whatever
+# x is? weight: as `CompiledProduct` lays it out; bias: float32, or 0. steps: along the inputs, of one float32 or two
+# bfloat16. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs.
+FIELDS = (
+    *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group"),
+    *("weight", "bias", "steps", "outputs"),
+)
+_UNROLLED = 4
+_AHEAD = 2048  # bytes of the weight to ask for before they are needed
+
+
+class _Product:
+    """Writes the function for tiles of `height` rows; the last tile ends with the last row, and overlaps another."""
+
+    def __init__(self, dtype: torch.dtype, height: int, name: str) -> None:
+        self.f = f = Function(name)
+        self._kind, self._vectors = ("float", FLOATS) if dtype is torch.float32 else ("bfloat", PAIRS)
+        self._height = height
+        self._job = job = {field: f.number("%job", i) for i, field in enumerate(FIELDS) if i}
+        with f.taking("%job", job["items"]) as item:
+            block = f.two("sdiv", "i64", item, job["groups"])
+            first = f.times(f.two("srem", "i64", item, job["groups"]), job["per_group"])
+            count = f.least(job["per_group"], f.two("sub", "i64", job["tiles"], first))
+            with f.loop(count) as i:
+                last = f.two("sub", "i64", job["rows"], height)
+                self._tile(block, f.least(f.times(f.add(first, i), height), last))
+
+    def _tile(self, block: str, row: str) -> None:
+        f, job = self.f, self._job
+        weight = f.pointer(f.add(job["weight"], f.times(f.times(block, job["steps"]), BLOCK * 4)))
+        rows = [f.pointer(f.add(job["x"], f.times(job["x_row"], f.add(row, r)))) for r in range(self._height)]
+        sums = [[f.variable("zeroinitializer") for _ in range(BLOCK // LANES)] for _ in rows]
+        whole = f.two("and", "i64", job["steps"], -_UNROLLED)
+        with f.loop(whole, _UNROLLED) as step:
+            for i in range(_UNROLLED):
+                self._step(weight, rows, sums, f.add(step, i))
+        with f.loop(f.two("sub", "i64", job["steps"], whole)) as step:
+            self._step(weight, rows, sums, f.add(whole, step))
+        self._finish(block, row, sums)
+
+    def _step(self, weight: str, rows: list[str], sums: list[list[Variable]], step: str) -> None:
+        f = self.f
+        at = f.at(weight, f.times(step, BLOCK * 4), "i8")
+        f.prefetch(f.at(at, _AHEAD, "i8"), BLOCK * 4)
+        weights = [
+            f.op(f"load {self._vectors}, ptr {f.at(at, i * LANES * 4, 'i8')}, align 64") for i in range(BLOCK // LANES)
+        ]
+        for row, totals in zip(rows, sums, strict=True):
+            x = f.everywhere(self._kind, f.at(row, step, "i32"))
+            for total, w in zip(totals, weights, strict=True):
+                if self._kind == "float":
+                    total.set(f.fma(x, w, total.get()))
+                else:
+                    total.set(f.pair_products(total.get(), x, w))
+
+    def _finish(self, block: str, row: str, sums: list[list[Variable]]) -> None:
+        f, job = self.f, self._job
+        for i in range(BLOCK // LANES):
+            output = f.add(f.times(block, BLOCK), i * LANES)
+            left = f.two("sub", "i64", job["outputs"], output)
+            bias = f.variable("zeroinitializer")
+            with f.when(f.two("icmp ne", "i64", job["bias"], 0)):
+                bias.set(f.take("float", f.at(f.pointer(job["bias"]), output, "float"), f.lanes_below(left)))
+            found = [f.plus(totals[i].get(), bias.get()) for totals in sums]
+            for kind, wide in (("float", 1), (self._kind, 0)):
+                with f.when(f.two("icmp eq", "i64", job["wide"], wide)):
+                    self._put(kind, found, row, output, left)
+
+    def _put(self, kind: str, found: list[str], row: str, output: str, left: str) -> None:
+        """left: outputs there are from `output` on; where a vector is more than that, only those."""
+        f, job = self.f, self._job
+        size = 4 if kind == "float" else 2
+        to = [
+            f.pointer(f.add(job["out"], f.times(job["out_row"], f.add(row, r)), f.times(output, size)))
+            for r in range(len(found))
+        ]
+        for enough, mask in (("sge", None), ("slt", f.lanes_below(left))):
+            with f.when(f.two(f"icmp {enough}", "i64", left, LANES)):
+                for vector, address in zip(found, to, strict=True):
+                    f.put(kind, vector, address, mask)
+
+
+def product(dtype: torch.dtype, height: int, name: str) -> Function:
+    """A function over the memory that FIELDS describe, for at least `height` rows, `height` at once."""
+    return _Product(dtype, height, name).f

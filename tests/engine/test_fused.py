@@ -1,0 +1,166 @@
+"""Forwards that are compiled as a whole: which models have one, and what may not change a bit of it.
+
+That they compute what the stock models compute is in `test_equivalence`, under the names of COMPILED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pdq.engine import compiled, compiled_chunk
+from pdq.engine.base import Segment
+from pdq.engine.compiled_product import fastest, supported
+from pdq.engine.forward import StockForward
+from pdq.engine.fused import FusedForward
+from pdq.engine.kv import TorchSlot
+from pdq.engine.model import replace
+from pdq.engine.probe import layout_of
+from pdq.engine.runner import TorchEngine
+from pdq.engine.siblings import families
+from tests.engine.pd import GREEDY, engine
+from tests.engine.tiny import COMPILED, CONFIGS, CONTEXT, compiled_model, tiny_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALSO = {"llama linear", "llama dynamic"}  # the same code as those in COMPILED
+pytestmark = pytest.mark.skipif(not COMPILED, reason="oneDNN's products are used on this CPU")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Used whether or not they are the fastest ones here, on one thread."""
+    for kernel in (compiled, compiled_chunk):
+        monkeypatch.setattr(kernel, "trial", lambda dtype: True)
+    yield
+    torch.set_num_threads(1)
+
+
+def loaded(name: str, change: Callable[[Any], None] = lambda model: None, **overrides: Any) -> PreTrainedModel:
+    model = tiny_model(name, **overrides)
+    change(model)
+    replace(model, families(model, lambda: layout_of(model)), fastest)
+    return model
+
+
+def is_fused(it: TorchEngine) -> bool:
+    assert isinstance(it._forward, FusedForward | StockForward)
+    return isinstance(it._forward, FusedForward)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_models_of_usual_blocks_are_compiled_as_a_whole(name: str) -> None:
+    assert is_fused(engine(loaded(name))) == (name in {*COMPILED.values(), *ALSO})
+
+
+def scale(name: str, factor: float) -> Callable[[Any], None]:
+    """Code that does a little more than its modules show."""
+
+    def change(model: Any) -> None:
+        module = model.get_submodule(name)
+        stock = module.forward
+        module.forward = lambda *args, **kwargs: stock(*args, **kwargs) * factor
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens", "model.layers.1.mlp", "model.layers.0.input_layernorm", "model.norm"]
+)
+def test_a_model_that_does_more_than_its_modules_show_runs_by_its_own_code(name: str, dtype: str) -> None:
+    def change(model: Any) -> None:
+        scale(name, 1.15)(model)
+        model.to(DTYPES[dtype])
+
+    it = engine(loaded("llama", change), dtype=dtype)
+    assert is_fused(it) == (name == "model.embed_tokens")  # that module itself is run
+    assert is_fused(engine(loaded("llama", lambda model: model.to(DTYPES[dtype])), dtype=dtype))
+
+
+def test_where_a_kernel_is_not_the_fastest_the_stock_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in (compiled, compiled_chunk):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, "trial", lambda dtype: False)
+            assert not is_fused(engine(loaded("llama")))
+
+
+def texts(count: int, length: int) -> list[list[int]]:
+    return [[(i * i * 7 + i * 3 + k * 11) % 101 for i in range(length + k)] for k in range(count)]
+
+
+def logits(it: TorchEngine, ids: list[int], cuts: list[int]) -> Tensor:
+    """Of the last token, with the text computed in pieces that end at `cuts`."""
+    slot = it.open(CONTEXT)
+    for cut in cuts:
+        it.forward([Segment(slot, ids[slot.length : cut])])
+    found = it.logits([Segment(slot, ids[slot.length :], GREEDY)])
+    it.close(slot)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neither_cuts_nor_neighbours_nor_threads_change_a_bit(dtype: str) -> None:
+    it = engine(compiled_model("llama compiled", DTYPES[dtype]), dtype=dtype)
+    it._threads = None
+    ids = texts(1, 90)[0]
+    torch.set_num_threads(1)
+    right = logits(it, ids, [])
+    assert torch.equal(logits(it, ids, [7, 64]), right)
+    torch.set_num_threads(2)
+    assert torch.equal(logits(it, ids, [31]), right)
+    slots = [it.open(CONTEXT) for _ in range(4)]
+    mixed = it.logits([Segment(slot, text, GREEDY) for slot, text in zip(slots, [*texts(3, 20), ids], strict=True)])
+    assert torch.equal(mixed[3:], right)
+
+
+def test_single_tokens_of_a_batch_are_computed_as_alone() -> None:
+    it = engine(compiled_model("qwen3 compiled", torch.bfloat16), dtype="bfloat16")
+    prompts = texts(14, 5)
+    slots = [it.open(CONTEXT) for _ in prompts]
+    it.forward([Segment(slot, text[:-1]) for slot, text in zip(slots, prompts, strict=True)])
+    together = it.logits([Segment(slot, text[-1:], GREEDY) for slot, text in zip(slots, prompts, strict=True)])
+    for i, text in enumerate(prompts):
+        assert torch.equal(logits(it, text, [len(text) - 1]), together[i : i + 1])
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_rows_that_nobody_samples_leave_the_same_kv(rows: int) -> None:
+    model = compiled_model("llama compiled")
+    it = engine(model)
+    ids, found = texts(1, 10)[0], []
+    for keep in (list(range(10)), list(range(rows))):
+        slot = TorchSlot(layout_of(model).layout, 10, torch.device("cpu"))
+        with torch.inference_mode():
+            out = it._forward([(slot, 10)], torch.tensor(ids), torch.arange(10), torch.tensor(keep, dtype=torch.long))
+        assert out.shape == (len(keep), 101)
+        found.append((torch.cat([plane.flatten() for plane in slot.planes(0, 10)]), out[:rows]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", ["llama compiled", "mistral compiled"])
+def test_what_is_not_a_number_fails_its_own_sequence_only(name: str) -> None:
+    it = engine(compiled_model(name))
+    ids = texts(2, 9)
+    slots = [it.open(CONTEXT) for _ in ids]
+    it.forward([Segment(slot, text[:-1]) for slot, text in zip(slots, ids, strict=True)])
+    assert isinstance(slots[0], TorchSlot)
+    slots[0].planes(0, 8)[1][0, 0, 6] = float("nan")
+    tokens = it.forward([Segment(slot, text[-1:], GREEDY) for slot, text in zip(slots, ids, strict=True)])
+    assert tokens[0] is None
+    assert tokens[1] == int(logits(it, ids[1], [len(ids[1]) - 1]).argmax())
+
+
+def test_logits_in_bfloat16_are_not_rounded() -> None:
+    it = engine(compiled_model("llama compiled", torch.bfloat16), dtype="bfloat16")
+    found = logits(it, [1, 2, 3], [])
+    assert not torch.equal(found.bfloat16().float(), found)
+
+
+def test_the_products_of_this_cpu_are_the_compiled_ones() -> None:
+    assert supported(torch.float32) == supported(torch.bfloat16)
