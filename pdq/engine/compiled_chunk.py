@@ -65,7 +65,10 @@ def chunk(
 
 
 def supported(shape: Shape) -> bool:
-    return shape.supported and max(shape.key_dim, shape.value_dim) <= _MOST_DIM
+    """Any number of heads; the dims of a row are whole words of 32 bits."""
+    dims = shape.key_dim, shape.value_dim
+    whole = all(dim * shape.dtype.itemsize % 4 == 0 for dim in dims)
+    return shape.dtype in (torch.bfloat16, torch.float32) and whole and max(dims) <= _MOST_DIM
 
 
 def run(
