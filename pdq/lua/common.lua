@@ -16,7 +16,8 @@ local function now()
 end
 
 -- At maxmemory a server refuses a script's first write if it may need memory, and runs the rest once anything has been
--- written. Running requests must be able to end, so their scripts begin with a write that frees memory, if only in name.
+-- written. Running requests must be able to end, so their scripts begin with a write that frees memory, if only in name:
+-- this one, or `leave`.
 local function even_at_maxmemory(req)
   redis.call('HDEL', req, '-')
 end
@@ -27,15 +28,13 @@ local function fenced(req, attempt, owner)
   return f[1] == attempt and f[2] == owner and f[3] == 'running'
 end
 
--- Make an event with the tokens [index, pos) visible, unless that cannot be: 'expired', 'gap'. Sent again after a lost
--- reply it is already there, which is fine. there, deadline: fields of the request. version: of the event.
-local function show(req, out, there, deadline, index, pos, event, version)
-  if tonumber(pos) <= tonumber(there) then return nil end
-  if now() > tonumber(deadline) then return 'expired' end
+-- May an event with the tokens [index, pos) become visible after `there` tokens? 'new', or why not: 'there' (sent again
+-- after a lost reply, which is fine), 'expired', 'gap'.
+local function place(there, deadline, index, pos, time)
+  if tonumber(pos) <= tonumber(there) then return 'there' end
+  if time > tonumber(deadline) then return 'expired' end
   if tonumber(index) ~= tonumber(there) then return 'gap' end
-  redis.call('XADD', out, '0-' .. pos, 'e', event)
-  redis.call('HSET', req, 'pos', pos, 'v', version)
-  return nil
+  return 'new'
 end
 
 -- Take the job's entry out of its stage's stream.
