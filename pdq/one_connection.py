@@ -26,6 +26,10 @@ from redis.exceptions import ConnectionError as Disconnected
 from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as Unanswered
 
+pack_command: Callable[[tuple[Any, ...]], bytes] | None = None
+with suppress(ImportError):
+    from hiredis import pack_command  # without what redis-py looks at before: names of several words
+
 T = TypeVar("T")
 _RETRIED = (Disconnected, Unanswered, ReadOnlyError)
 # With hiredis where it is installed; asyncio connections pack in Python.
@@ -188,7 +192,7 @@ class _Line:
         """Send a command before the event loop waits again. Raises redis.DataError, or why nothing can be sent."""
         if self.error is not None:
             raise _same(self.error)
-        packed = _pack(*command)
+        packed = _packed(command)
         future = self._loop.create_future()
         if not self._unwritten:
             self._loop.call_soon(self._write)
@@ -269,6 +273,13 @@ def _same(error: Exception) -> Exception:
     """For each waiter its own: an exception raised in several places collects the tracebacks of all."""
     kind = Unanswered if isinstance(error, Unanswered) else Disconnected
     return kind(*error.args)
+
+
+def _packed(command: tuple[Any, ...]) -> list[bytes]:
+    if pack_command is not None and command[0] == "EVALSHA":
+        with suppress(TypeError):  # redis-py tells what is wrong, or knows another way
+            return [pack_command(command)]
+    return _pack(*command)
 
 
 async def _pass(error: Exception, *_: object) -> None:

@@ -14,6 +14,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 WIRE_VERSION = 1
 
@@ -28,6 +29,7 @@ def salt(tenant: str, own: str = "") -> str:
     return _digest(b"pdq-tenant", tenant.encode(), own.encode()).hex()
 
 
+@lru_cache(maxsize=1024)  # each request of a tenant begins with the same
 def root(fingerprint: bytes, block_size: int, salt: str = "", adapter: str = "") -> bytes:
     """The start of a chain (32 bytes). salt: of the tenant; adapter: id of its weights' content."""
     sizes = struct.pack("<II", WIRE_VERSION, block_size)

@@ -9,13 +9,12 @@ import asyncio
 import math
 import time
 from array import array
-from dataclasses import replace
 
 from pdq.engine.base import Scores, Segment, Slot
 from pdq.generation import Generation
 from pdq.kv_transfer import Prefix
 from pdq.lease import Running
-from pdq.messages import Event, Handoff, Usage
+from pdq.messages import Event, Handoff, Timings, Usage
 
 REPLAY_CHUNK = 64  # tokens recomputed in one step (after a take-over, or lost KV), so that the others do not stutter
 
@@ -74,14 +73,15 @@ class Sequence:
 
     def event(self) -> Event:
         """Take what was sampled since the last event as the next one."""
-        logprobs = self.generation.logprobs(self.scores)
-        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, logprobs=logprobs)
-        if event.terminal or event.index == 0:
+        logprobs = self.generation.logprobs(self.scores) if self.scores else ()
+        usage, timings, now = None, None, time.monotonic()
+        if self.finish_reason is not None or self.sent == 0:
             usage = Usage(len(self.handoff.prompt), self.sent + len(self.tokens), self.handoff.cached_tokens)
-            timings = replace(self.running.job.timings, decode_ms=(time.monotonic() - self.joined) * 1000)
-            event = replace(event, usage=usage, timings=timings)
+            so_far = self.running.job.timings
+            timings = Timings(so_far.queue_ms, so_far.prefill_ms, so_far.handoff_ms, (now - self.joined) * 1000)
+        event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, usage, timings, logprobs=logprobs)
         self.sent += len(self.tokens)
-        self.written = time.monotonic()
+        self.written = now
         self.tokens, self.scores, self.text = [], [], ""
         return event
 

@@ -14,6 +14,7 @@ from typing import Any
 from pdq.errors import InvalidRequest
 from pdq.messages import LANES, Message, Request, SamplingParams
 from pdq.prefix import salt
+from pdq.wire import plain
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -88,6 +89,13 @@ def make_request(
 
 def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
     """Checked parameters; no seed (or None) draws one. Raises InvalidRequest."""
+    values = _checked(given)
+    if "seed" not in values:
+        values["seed"] = secrets.randbits(63)
+    return SamplingParams(**values)
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(given.keys() - _DEFAULTS.keys()):
         raise _wrong(unknown[0], "unknown option")
     values = {k: v for k, v in given.items() if v is not None}
@@ -101,15 +109,12 @@ def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
         values[name] = _listed(name, values[name])
     if values.get("min_tokens", 0) > values.get("max_tokens", MAX_TOKEN_ID):
         raise _wrong("min_tokens", f"must be at most max_tokens, {values['max_tokens']}, got {values['min_tokens']}")
-    if "seed" not in values:
-        values["seed"] = secrets.randbits(63)
-    return SamplingParams(**values)
+    return values
 
 
 def check_sampling(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
     """For workers: everything again, since Redis takes requests from anybody, and against the model. InvalidRequest."""
-    values = {name: getattr(params, name) for name in _DEFAULTS}
-    make_sampling({name: v for name, v in values.items() if v != _DEFAULTS[name] or name == "seed"})
+    _checked({name: v for (name, usual), v in zip(_DEFAULTS.items(), plain(params), strict=True) if v != usual})
     listed = {
         "logit_bias": [token for token, _ in params.logit_bias],
         "allowed_token_ids": params.allowed_token_ids or (),

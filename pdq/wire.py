@@ -15,6 +15,8 @@ from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Check = Callable[[Any], Any]  # from a plain value to the typed one; raises Mismatch
+_TYPES: dict[Check, frozenset[type[Any]]] = {}  # of checks that take any value of these types as it is
+MOST_SEEN = 64  # combinations of types that are kept: a few occur, but whoever writes to Redis could send many
 
 
 class Mismatch(ValueError):
@@ -63,7 +65,12 @@ def _check_of(hint: Any) -> Check:
 
 
 def _optional(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
+    def optional(value: Any) -> Any:
+        return None if value is None else check(value)
+
+    if check in _TYPES:
+        _TYPES[optional] = _TYPES[check] | {type(None)}
+    return optional
 
 
 def _run_of(hint: Any) -> Check:
@@ -97,18 +104,25 @@ def _instance(cls: Any) -> Check:
     hints, names = get_type_hints(cls), _names(cls)
     checks = [check_of(hints[name]) for name in names]
     required = sum(f.default is MISSING for f in fields(cls))
+    seen: dict[tuple[type[Any], ...], list[int]] = {}  # types of the fields -> those fields that are to be looked at
 
     def check(value: Any) -> Any:
         if not isinstance(value, list) or len(value) > len(checks):
             raise Mismatch(f"expected an array of at most {len(checks)} fields")
         if len(value) < required:
             raise Mismatch("fields are missing")
-        done: list[Any] = []
+        kinds = tuple(map(type, value))
+        left = seen.get(kinds)
+        if left is None:
+            left = [i for i, kind in enumerate(kinds) if kind not in _TYPES.get(checks[i], ())]
+            if len(seen) < MOST_SEEN:
+                seen[kinds] = left
+        done, i = value.copy(), 0
         try:
-            for one, item in zip(checks, value, strict=False):
-                done.append(one(item))
+            for i in left:
+                done[i] = checks[i](done[i])
         except Mismatch as e:
-            e.path.insert(0, names[len(done)])  # the next one
+            e.path.insert(0, names[i])
             raise
         return cls(*done)
 
@@ -127,4 +141,5 @@ def _scalar(kind: type[Any]) -> Check:
             raise Mismatch(f"expected {kind.__name__}, got {type(value).__name__}")
         return value
 
+    _TYPES[check] = frozenset({kind})
     return check

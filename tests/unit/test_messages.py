@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import random
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -140,6 +142,22 @@ def test_a_field_of_a_wrong_type_is_refused_by_its_name(example: Any) -> None:
         for value in WRONG[str(f.type)]:
             changed = [*array[: 2 + i], value, *array[3 + i :]]
             assert f"{type(example).__name__}.{f.name}" in str(refused(type(example), msgpack.packb(changed)))
+
+
+def test_a_wrong_type_is_refused_as_often_as_it_comes() -> None:
+    array = msgpack.unpackb(encode(Event(0, (1,), "a")))
+    for wrong in (5, b"a", 5, ["a"], 5):
+        array[4] = wrong
+        with pytest.raises(BadMessage, match=r"^Event\.text: expected str"):
+            decode(Event, msgpack.packb(array))
+        array[4] = "a"
+        assert decode(Event, msgpack.packb(array)) == Event(0, (1,), "a")
+    for junk in itertools.product([None, 1, "a", 1.5, b"a"], repeat=4):  # more combinations of types than are kept
+        with suppress(BadMessage):
+            decode(Event, msgpack.packb([*array[:3], *junk]))
+    array[4] = 5
+    with pytest.raises(BadMessage, match=r"^Event\.text: expected str"):
+        decode(Event, msgpack.packb(array))
 
 
 def test_a_sampling_parameter_of_a_wrong_type_is_refused_by_its_name() -> None:
