@@ -28,7 +28,7 @@ OUTAGE_SECONDS = 15.0  # Redis away for longer ends the waiting with Unavailable
 SHORT_SECONDS = 2.0  # for commands that must not hold up anybody
 WAKE_SECONDS = 0.0005  # in which a read may end by itself; a first event takes longer
 MANY = 8  # open streams, from which on events are let gather: a read costs all sides something for each stream
-GATHER_SECONDS = 0.001
+GATHER_SECONDS = 0.0005
 _WAKE_TTL_MS = 3_600_000
 
 
@@ -40,15 +40,18 @@ class Subscription:
         self.last_id = f"0-{after}"
         self._hub = hub
         self._events: deque[Event | PdqError] = deque()
-        self._ready = asyncio.Event()
+        self._ready: asyncio.Future[None] | None = None  # of whoever waits in `get`, one at a time
 
     async def get(self, timeout: float) -> Event | None:
         """The next event, or None when none came within `timeout` seconds. Raises Unavailable in an outage."""
         if not self._events:
-            self._ready.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._ready.wait()
+            loop = asyncio.get_running_loop()
+            self._ready = loop.create_future()
+            late = loop.call_later(timeout, self._wake)
+            try:
+                await self._ready
+            finally:
+                late.cancel()
         if not self._events:
             return None
         event = self._events.popleft()
@@ -62,7 +65,11 @@ class Subscription:
     def put(self, item: Event | PdqError) -> None:
         """Called by the hub."""
         self._events.append(item)
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
 
 
 class ReplyHub:

@@ -86,7 +86,10 @@ class DecodeStage:
             self._work_to_do.set()
             await sequence.outcome
         finally:
-            await asyncio.shield(self._leave(sequence))
+            if sequence.finish_reason is None:
+                await asyncio.shield(self._leave(sequence))
+            elif sequence in self._finished:
+                self._finished.remove(sequence)  # the slot is the write-back's
         await self.ended(running.job)
 
     async def ended(self, job: Job) -> None:
@@ -155,11 +158,12 @@ class DecodeStage:
     async def _leave(self, sequence: Sequence) -> None:
         """Out of the batch, between two steps: a slot is not closed under a running forward."""
         async with self._stepping:
-            for group in (self._batch, self._finished):
-                if sequence in group:
-                    group.remove(sequence)
-            if sequence.finish_reason is None:  # else the slot is the write-back's
+            if sequence in self._batch:
+                self._batch.remove(sequence)
+            if sequence.finish_reason is None:  # else it has finished meanwhile
                 self._parts.slots.close(sequence.slot)
+            elif sequence in self._finished:
+                self._finished.remove(sequence)
 
     async def close(self) -> None:
         await self._write_back.close()

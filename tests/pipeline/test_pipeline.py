@@ -137,6 +137,21 @@ async def test_stop_strings_across_events_are_cut_exactly(server: Server) -> Non
         assert (nearly.text, nearly.finish_reason) == ("Paris is big. ", "length")
 
 
+async def test_tokens_after_the_first_are_told_once_a_flush_and_with_the_end(server: Server) -> None:
+    async with LocalPool(server, engine="scripted:step_ms=1", decode_flush_ms=1000.0) as pool:
+        handle = await pool.client.submit(prompt="hello", max_tokens=30, temperature=0)
+        began = time.monotonic()
+        assert [len(event.token_ids) async for event in handle.stream()] == [1, 29]
+        assert time.monotonic() - began < 1  # the end waits for no flush
+        handle = await pool.client.submit(prompt="hello", max_tokens=3000, temperature=0)
+        stream, times = handle.stream(), []
+        for _ in range(3):
+            await anext(stream)
+            times.append(time.monotonic())
+        assert 0.9 < times[2] - times[1] < 1.9
+        await handle.cancel()
+
+
 async def test_end_of_text_ends_the_answer_unless_ignored(server: Server) -> None:
     async with LocalPool(server, engine="scripted:eos_every=6") as pool:
         result = await ask(pool, "some prompt", 400)

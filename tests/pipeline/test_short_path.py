@@ -53,6 +53,15 @@ async def test_a_request_that_ends_with_its_first_token_ends_in_decode(server: S
         assert counted(pool.workers["decode"][0], "tokens") == 1
 
 
+async def test_token_0_is_told_at_once_by_decode_too(server: Server) -> None:
+    slow = {"decode_engine": "scripted:step_ms=20", "decode_flush_ms": 1000.0}
+    async with LocalPool(server, prefill_local_prefill_tokens=12, **slow) as pool:
+        await look_is_ready(pool)
+        handle = await pool.client.submit(prompt="abc", max_tokens=9, temperature=0)
+        assert [len(event.token_ids) async for event in handle.stream()] == [1, 8]
+        assert counted(pool.workers["prefill"][0], "short_paths") == 1
+
+
 async def test_with_its_cache_off_a_short_prompt_is_computed_by_decode_too(server: Server) -> None:
     async with LocalPool(server, prefill_local_prefill_tokens=12) as pool:
         await look_is_ready(pool)
