@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pdq.engine.compiled_int8 import CompiledInt8Product
 from pdq.engine.compiled_product import CompiledProduct
 from pdq.engine.kv import LayerShape
 from pdq.engine.packed import PackedLinear
+
+AnyProduct: TypeAlias = CompiledProduct | CompiledInt8Product
 
 _MODEL = {"model", "lm_head"}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -46,16 +49,16 @@ class Block:
     """
 
     before_attention: Norm
-    mixed: CompiledProduct
+    mixed: AnyProduct
     queries: int
     turned: bool
     query_norm: Norm | None
     key_norm: Norm | None
     scaling: float
-    attended: CompiledProduct
+    attended: AnyProduct
     before_mlp: Norm
-    both: CompiledProduct
-    gated: CompiledProduct
+    both: AnyProduct
+    gated: AnyProduct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +73,7 @@ class Decoder:
     rotary: nn.Module
     blocks: tuple[Block, ...]
     norm: Norm
-    head: CompiledProduct
+    head: AnyProduct
 
 
 def find_decoder(model: PreTrainedModel, layers: Sequence[LayerShape], reads: Sequence[int]) -> Decoder | None:
@@ -139,11 +142,11 @@ def _norm(module: nn.Module) -> Norm | None:
     return Norm(weight.detach().to(torch.float32).contiguous(), epsilon) if isinstance(weight, Tensor) else None
 
 
-def _product(linears: Sequence[Any]) -> CompiledProduct | None:
+def _product(linears: Sequence[Any]) -> AnyProduct | None:
     """What computes these layers, all at once and nothing else."""
     if not all(isinstance(linear, PackedLinear) for linear in linears):
         return None
     shared = linears[0].shared
     same = all(linear.shared is shared for linear in linears)
     widths = [linear.out_features for linear in linears]
-    return shared.product if same and shared.widths == widths and isinstance(shared.product, CompiledProduct) else None
+    return shared.product if same and shared.widths == widths and isinstance(shared.product, AnyProduct) else None

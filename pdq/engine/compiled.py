@@ -6,7 +6,6 @@ OpenMP pool: two pools would spin against each other for the cores. Every other 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import struct
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pdq.engine import flash, kernels, team
-from pdq.engine.flash import FIELDS, SPLIT, WRITE_CALL_FIELDS, WRITE_FIELDS, Shape
+from pdq.engine.code import Code
+from pdq.engine.flash import FIELDS, SPLIT, WRITE_FIELDS, Shape
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
-from pdq.engine.llvm import Code
 from pdq.engine.products import seconds
 
 log = logging.getLogger(__name__)
@@ -40,8 +39,8 @@ class Batch:
         self._capacities: _Numbers = np.array([slot.capacity for slot in slots], dtype=np.int64)
         self._ends: _Numbers = np.array([slot.length + 1 for slot in slots], dtype=np.int64)
         self._first_plane = self._planes.ctypes.data
-        fixed = (len(slots), self._capacities.ctypes.data, self._ends.ctypes.data)
-        self._writing = (ctypes.c_int64 * len(WRITE_FIELDS))(*(0 for _ in WRITE_CALL_FIELDS), *fixed)
+        tables = {"capacities": self._capacities.ctypes.data, "ends": self._ends.ctypes.data}
+        self._pieces = {"pieces": len(slots), **tables}
         self._threads = torch.get_num_threads()
         self._plans: dict[tuple[Shape, int | None], Plan] = {}
 
@@ -53,11 +52,9 @@ class Batch:
             size = rows.itemsize
             _, heads, _, dim = rows.shape
             _, from_head, from_piece, _ = rows.stride()
-            self._writing[: len(WRITE_CALL_FIELDS)] = [
-                *(self._plane(plane), rows.data_ptr()),
-                *(from_head * size, from_piece * size, heads, dim * size),
-            ]
-            team.run(_writer().address("write"), ctypes.addressof(self._writing), 1)
+            where = {"source": rows.data_ptr(), "from_head": from_head * size, "from_piece": from_piece * size}
+            to = {"planes": self._plane(plane), "heads": heads, "size": dim * size}
+            team.run(_writer().address("write"), WRITE_FIELDS, {**where, **to, **self._pieces}, 1)
 
     def _plane(self, plane: int) -> int:
         """Address of the addresses of a plane, one per piece."""
@@ -82,7 +79,6 @@ class Batch:
         threads, size = 1 if plan.serial else self._threads, query.itemsize
         _, head, piece, _ = query.stride()
         values = {
-            "next": 0,
             "threads": threads,
             "scale": scale_bits(dim**-0.5 if scaling is None else scaling),
             "keys": self._plane(2 * index),
@@ -93,8 +89,7 @@ class Batch:
             "out": out.data_ptr(),
             **plan.fields,
         }
-        job = (ctypes.c_int64 * len(FIELDS))(*(values[name] for name in FIELDS))
-        team.run(attention(shape), ctypes.addressof(job), threads)
+        team.run(attention(shape), FIELDS, values, threads)
         return out
 
 

@@ -7,7 +7,6 @@ calls it. Its threads are those of `compiled`. Called by `attention`; every othe
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import struct
@@ -20,15 +19,15 @@ import torch
 from torch import Tensor
 
 from pdq.engine import flash_chunk, kernels, products, team
+from pdq.engine.code import Code
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import FIELDS, MOST_VECTORS, NO_WINDOW, TILE
-from pdq.engine.llvm import LANES, Code
+from pdq.engine.llvm import LANES
 from pdq.engine.products import seconds
 
 log = logging.getLogger(__name__)
 
 _Table = npt.NDArray[np.int64]
-_Fields = ctypes.c_int64 * len(FIELDS)
 _MOST_DIM = 1024  # sums of an item's rows lie on a thread's stack
 _SERIAL_PRODUCTS = 1 << 19  # with fewer, waking the other threads costs more than they save
 _LEAST_SCALE = 2.0**-126  # in place of zero, by which -inf could not be multiplied
@@ -96,9 +95,8 @@ def run(
     where = {"query": query, "query_row": query_row, "query_head": query_head, "key": key, "value": value}
     to = {"capacity": capacity, "out": out, "out_row": out_row, "out_head": out_head}
     scale = scale_fields(shape.dtype, shape.key_dim**-0.5 if scaling is None else scaling)
-    values = {"next": 0, **where, **to, **scale, **found.fields}
-    job = _Fields(*(values[name] for name in FIELDS))
-    team.run(attention(shape), ctypes.addressof(job), 1 if found.serial else threads)
+    values = {**where, **to, **scale, **found.fields}
+    team.run(attention(shape), FIELDS, values, 1 if found.serial else threads)
 
 
 def scale_fields(dtype: torch.dtype, scaling: float) -> dict[str, int]:

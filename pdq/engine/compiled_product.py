@@ -9,7 +9,6 @@ Owns the form of the weights and the plan of a call; the machine code is `gemm`.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import platform
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pdq.engine import team
+from pdq.engine.code import Code
 from pdq.engine.gemm import BLOCK, FIELDS, MOST_ROWS, product
-from pdq.engine.llvm import Code
 from pdq.engine.packed import Product, bfloat16, can_pack, stacked
 
 log = logging.getLogger(__name__)
@@ -65,31 +64,43 @@ class CompiledProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.dtype = weight.dtype
         self.outputs, self.inputs = weight.shape
-        self.blocks = -(-self.outputs // BLOCK)
-        per_step = 4 // weight.itemsize
-        self.steps = self.inputs // per_step
-        whole = functional.pad(weight, (0, 0, 0, self.blocks * BLOCK - self.outputs))
-        self.weight = whole.view(self.blocks, BLOCK, self.steps, per_step).permute(0, 2, 1, 3).contiguous()
-        self.bias = None if bias is None else bias.float().contiguous()
+        self._weight = blocked(weight)
+        self.blocks, self._steps = self._weight.shape[:2]
+        self._bias = None if bias is None else bias.float().contiguous()
 
     @property
     def fields(self) -> dict[str, int]:
         """What is the same in every call, by the names of `gemm`."""
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        return {"weight": self.weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return {"weight": self._weight.data_ptr(), "bias": bias, "steps": self._steps, "outputs": self.outputs}
+
+    def address(self, height: int) -> int:
+        """Of the function for tiles of that many rows."""
+        return _code(self.dtype).address(f"product{height}")
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.inputs).contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs))
         if len(rows):
-            threads = 1 if rows.numel() * self.outputs < _SERIAL else torch.get_num_threads()
-            cut, size = Cut.of(len(rows), self.blocks, threads), x.itemsize
-            at = {"x": rows.data_ptr(), "x_row": self.inputs * size}
-            to = {"out": out.data_ptr(), "out_row": self.outputs * size, "wide": 0}
-            values = {"next": 0, **at, **to, **cut.fields, **self.fields}
-            job = (ctypes.c_int64 * len(FIELDS))(*(values[name] for name in FIELDS))
-            team.run(address(self.dtype, cut.height), ctypes.addressof(job), threads)
+            threads = useful_threads(rows.numel() * self.outputs)
+            cut = Cut.of(len(rows), self.blocks, threads)
+            at = {"x": rows.data_ptr(), "x_row": self.inputs * x.itemsize}
+            to = {"out": out.data_ptr(), "out_row": self.outputs * x.itemsize, "wide": 0}
+            team.run(self.address(cut.height), FIELDS, {**at, **to, **cut.fields, **self.fields}, threads)
         return out
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """`[out, in]` as `gemm` reads it, `[blocks, steps, BLOCK, numbers of a step]`, padded with zeros."""
+    per_step = 4 // weight.itemsize
+    outputs, inputs = (-(-n // size) * size for n, size in zip(weight.shape, (BLOCK, per_step), strict=True))
+    whole = functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
+    return whole.view(-1, BLOCK, inputs // per_step, per_step).permute(0, 2, 1, 3).contiguous()
+
+
+def useful_threads(products: int) -> int:
+    """How many threads are worth waking for so many products of numbers."""
+    return 1 if products < _SERIAL else torch.get_num_threads()
 
 
 def compiled(group: Sequence[nn.Linear]) -> Product | None:
@@ -103,11 +114,6 @@ def compiled(group: Sequence[nn.Linear]) -> Product | None:
 def fastest(group: Sequence[nn.Linear]) -> Product | None:
     """The `packed.Maker` of choice for a CPU."""
     return compiled(group) or (bfloat16(group) if can_pack() else None)
-
-
-def address(dtype: torch.dtype, height: int) -> int:
-    """Of the function for tiles of that many rows."""
-    return _code(dtype).address(f"product{height}")
 
 
 @cache

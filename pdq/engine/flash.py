@@ -28,10 +28,10 @@ FIELDS = (
     *("next", "threads", "scale", "keys", "values", "query", "query_piece", "query_head", "out"),
     *("items", "table", "capacities", "firsts", "ends", "partial", "pending"),
 )
-# What differs from call to call first. source: address of the new rows. from_head, from_piece: bytes from one to the
-# next. size: bytes of a row.
-WRITE_CALL_FIELDS = ("planes", "source", "from_head", "from_piece", "heads", "size")
-WRITE_FIELDS = (*WRITE_CALL_FIELDS, "pieces", "capacities", "ends")
+# source: address of the new rows. from_head, from_piece: bytes from one to the next. size: bytes of a row.
+WRITE_FIELDS = (
+    *("next", "planes", "source", "from_head", "from_piece", "heads", "size", "pieces", "capacities", "ends"),
+)
 _TOKENS = 4  # at once: more make more streams of loads than a CPU's prefetcher follows
 _REGISTERS = 16  # for what is kept of a block of heads
 _PER_PIECE = ("keys", "values", "capacities", "firsts", "ends")
@@ -296,7 +296,7 @@ def attend(shape: Shape) -> Function:
 def write() -> Function:
     """A function that copies one new row per piece and head to the end of its plane; see WRITE_FIELDS."""
     f = Function("write")
-    job = {name: f.number("%job", i) for i, name in enumerate(WRITE_FIELDS)}
+    job = {name: f.number("%job", i) for i, name in enumerate(WRITE_FIELDS) if i}
     planes, capacities, ends = (f.pointer(job[name]) for name in ("planes", "capacities", "ends"))
     with f.loop(job["pieces"]) as piece:
         plane, capacity, end = (f.number(of, piece) for of in (planes, capacities, ends))

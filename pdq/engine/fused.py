@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdq.engine import compiled, compiled_chunk, compiled_product, flash, flash_chunk, pointwise
-from pdq.engine.blocks import Block, Decoder, Norm
-from pdq.engine.compiled_product import CompiledProduct, Cut
+from pdq.engine import compiled, compiled_chunk, compiled_int8, flash, flash_chunk, pointwise
+from pdq.engine.blocks import AnyProduct, Block, Decoder, Norm
+from pdq.engine.code import Code
+from pdq.engine.compiled_int8 import CompiledInt8Product
+from pdq.engine.compiled_product import Cut
+from pdq.engine.gemm import BYTE_FIELDS
 from pdq.engine.gemm import FIELDS as PRODUCT_FIELDS
 from pdq.engine.kv import LayerShape, TorchSlot
-from pdq.engine.llvm import Code
-from pdq.engine.pointwise import GATE_FIELDS, NORM_FIELDS, ROTATE_FIELDS, Heads
+from pdq.engine.pointwise import GATE_FIELDS, LEVELS_FIELDS, NORM_FIELDS, ROTATE_FIELDS, Heads
 from pdq.engine.program import Call, Jobs, Numbers, run
 
 _GROWTH = 64  # rows
@@ -112,16 +114,16 @@ class FusedForward:
         gates.set(-1, rows=len(kept))
         layers = [
             Call(self._norm, first),
-            self._mixed.call(m["x"], m["mixed"], n, threads),
+            *self._mixed.calls(m, "x", m["mixed"], n, threads),
             Call(self._rotate, rotations),
             *attention.calls,
-            self._attended.call(m["attended"], m["delta"], n, threads),
+            *self._attended.calls(m, "attended", m["delta"], n, threads),
             Call(self._norm, second),
-            self._both.call(m["x"], m["both"], n, threads, len(kept)),
+            *self._both.calls(m, "x", m["both"], n, threads, len(kept)),
             Call(self._gate, gates),
-            self._gated.call(m["gated"], m["delta"], n, threads, len(kept)),
+            *self._gated.calls(m, "gated", m["delta"], n, threads, len(kept)),
         ]
-        end = [Call(self._norm, last), self._head.call(m["x"], logits, len(kept), threads)]
+        end = [Call(self._norm, last), *self._head.calls(m, "x", logits, len(kept), threads)]
         run([layers, end], threads)
         return logits
 
@@ -151,28 +153,44 @@ class FusedForward:
                 name: torch.empty((rows, width), dtype=torch.float32 if name in _WIDE else self._dtype)
                 for name, width in widths.items()
             }
+            self._memory["levels"] = torch.empty((rows, max(widths.values()) + 4), dtype=torch.uint8)
+            self._memory["scales"] = torch.empty((rows, 1))
         return self._memory
 
 
 class _Linear:
     """One linear layer of every block."""
 
-    def __init__(self, products: Sequence[CompiledProduct]) -> None:
-        self._first = products[0]
-        self._jobs = Jobs(PRODUCT_FIELDS, len(products))
+    def __init__(self, products: Sequence[AnyProduct]) -> None:
+        self._first = first = products[0]
+        in_bytes = isinstance(first, CompiledInt8Product)
+        self._jobs = Jobs(BYTE_FIELDS if in_bytes else PRODUCT_FIELDS, len(products))
+        self._levels = Jobs(LEVELS_FIELDS, len(products))
         for i, product in enumerate(products):
             self._jobs.set(i, **product.fields)
+            if isinstance(product, CompiledInt8Product):
+                self._levels.set(i, **product.levels_fields)
 
-    def call(self, x: Tensor, out: Tensor, rows: int, threads: int, last_rows: int | None = None) -> Call:
-        """last_rows: of the last layer, if those are others."""
-        cut = Cut.of(rows, self._first.blocks, threads)
-        jobs = self._jobs.filled(**_at(x=x, out=out), wide=out.dtype is torch.float32, **cut.fields)
-        functions: Numbers = np.full(jobs.layers, compiled_product.address(self._first.dtype, cut.height))
-        if last_rows is not None and last_rows != rows:
-            cut = Cut.of(last_rows, self._first.blocks, threads)
+    def calls(
+        self, m: dict[str, Tensor], x: str, out: Tensor, rows: int, threads: int, last: int | None = None
+    ) -> list[Call]:
+        """m: memory, in which `x` is the input. last: rows of the last layer, if those are others."""
+        first, given = self._first, _at(x=m[x])
+        before, more = [], {}
+        if isinstance(first, CompiledInt8Product):
+            levels, scales = m["levels"][:, : first.row_bytes], {"scales": m["scales"].data_ptr()}
+            jobs = self._levels.filled(**given, **_at(out=levels), **scales, rows=rows)
+            jobs.set(-1, rows=rows if last is None else last)
+            before = [Call(compiled_int8.levels_address(first.dtype), jobs)]
+            given, more = _at(x=levels), {"row_scales": scales["scales"]}
+        cut = Cut.of(rows, first.blocks, threads)
+        jobs = self._jobs.filled(**given, **_at(out=out), **more, wide=out.dtype is torch.float32, **cut.fields)
+        functions: Numbers = np.full(jobs.layers, first.address(cut.height))
+        if last is not None and last != rows:
+            cut = Cut.of(last, first.blocks, threads)
             jobs.set(-1, **cut.fields)
-            functions[-1] = compiled_product.address(self._first.dtype, cut.height)
-        return Call(functions, jobs)
+            functions[-1] = first.address(cut.height)
+        return [*before, Call(functions, jobs)]
 
 
 class _Attention:

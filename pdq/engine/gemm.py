@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import torch
 
-from pdq.engine.llvm import FLOATS, LANES, PAIRS, Function, Variable
+from pdq.engine.llvm import FLOATS, INTS, LANES, PAIRS, Function, Variable
 
 BLOCK = 32  # outputs
 MOST_ROWS = 12  # of a tile: with BLOCK outputs their sums fill the registers of AVX-512
 # int64 each. x, out: rows of numbers, `x_row` and `out_row` bytes from one to the next; wide: is `out` float32 whatever
 # x is? weight: as `CompiledProduct` lays it out; bias: float32, or 0. steps: along the inputs, of one float32 or two
-# bfloat16. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs.
+# bfloat16 or four bytes. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs.
 FIELDS = (
     *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group"),
     *("weight", "bias", "steps", "outputs"),
 )
+# Of a product of bytes, where x is unsigned with zero at 128: scales: float32, of each output; zeros: int32, of each
+# output what the product of its weights with zero is; row_scales: float32, of each row of x.
+BYTE_FIELDS = (*FIELDS, "scales", "zeros", "row_scales")
 _UNROLLED = 4
 _AHEAD = 2048  # bytes of the weight to ask for before they are needed
 
@@ -30,11 +33,13 @@ _AHEAD = 2048  # bytes of the weight to ask for before they are needed
 class _Product:
     """Writes the function for tiles of `height` rows; the last tile ends with the last row, and overlaps another."""
 
+    fields: tuple[str, ...] = FIELDS
+
     def __init__(self, dtype: torch.dtype, height: int, name: str) -> None:
         self.f = f = Function(name)
-        self._kind, self._vectors = ("float", FLOATS) if dtype is torch.float32 else ("bfloat", PAIRS)
+        self._kind = "float" if dtype is torch.float32 else "bfloat"
         self._height = height
-        self._job = job = {field: f.number("%job", i) for i, field in enumerate(FIELDS) if i}
+        self._job = job = {field: f.number("%job", i) for i, field in enumerate(self.fields) if i}
         with f.taking("%job", job["items"]) as item:
             block = f.two("sdiv", "i64", item, job["groups"])
             first = f.times(f.two("srem", "i64", item, job["groups"]), job["per_group"])
@@ -60,26 +65,40 @@ class _Product:
         f = self.f
         at = f.at(weight, f.times(step, BLOCK * 4), "i8")
         f.prefetch(f.at(at, _AHEAD, "i8"), BLOCK * 4)
-        weights = [
-            f.op(f"load {self._vectors}, ptr {f.at(at, i * LANES * 4, 'i8')}, align 64") for i in range(BLOCK // LANES)
-        ]
+        places = [f.at(at, i * LANES * 4, "i8") for i in range(BLOCK // LANES)]
+        weights = [f.op(f"load {self._vectors()}, ptr {place}, align 64") for place in places]
         for row, totals in zip(rows, sums, strict=True):
-            x = f.everywhere(self._kind, f.at(row, step, "i32"))
+            x = self._everywhere(f.at(row, step, "i32"))
             for total, w in zip(totals, weights, strict=True):
-                if self._kind == "float":
-                    total.set(f.fma(x, w, total.get()))
-                else:
-                    total.set(f.pair_products(total.get(), x, w))
+                total.set(self._added(total.get(), x, w))
+
+    def _vectors(self) -> str:
+        return FLOATS if self._kind == "float" else PAIRS
+
+    def _everywhere(self, address: str) -> str:
+        """One step of a row of x, in all lanes."""
+        return self.f.everywhere(self._kind, address)
+
+    def _added(self, total: str, x: str, weights: str) -> str:
+        if self._kind == "float":
+            return self.f.fma(x, weights, total)
+        return self.f.pair_products(total, x, weights)
+
+    def _results(self, totals: list[str], row: str, output: str, there: str) -> list[str]:
+        """What the sums of each row amount to, of the outputs from `output` on that are `there`."""
+        return totals
 
     def _finish(self, block: str, row: str, sums: list[list[Variable]]) -> None:
         f, job = self.f, self._job
         for i in range(BLOCK // LANES):
             output = f.add(f.times(block, BLOCK), i * LANES)
             left = f.two("sub", "i64", job["outputs"], output)
+            there = f.lanes_below(left)
             bias = f.variable("zeroinitializer")
             with f.when(f.two("icmp ne", "i64", job["bias"], 0)):
-                bias.set(f.take("float", f.at(f.pointer(job["bias"]), output, "float"), f.lanes_below(left)))
-            found = [f.plus(totals[i].get(), bias.get()) for totals in sums]
+                bias.set(f.take("float", f.at(f.pointer(job["bias"]), output, "float"), there))
+            found = self._results([totals[i].get() for totals in sums], row, output, there)
+            found = [f.plus(result, bias.get()) for result in found]
             for kind, wide in (("float", 1), (self._kind, 0)):
                 with f.when(f.two("icmp eq", "i64", job["wide"], wide)):
                     self._put(kind, found, row, output, left)
@@ -96,6 +115,40 @@ class _Product:
             with f.when(f.two(f"icmp {enough}", "i64", left, LANES)):
                 for vector, address in zip(found, to, strict=True):
                     f.put(kind, vector, address, mask)
+
+
+class _ByteProduct(_Product):
+    """The same of bytes, for results of `dtype`. Sums are exact."""
+
+    fields = BYTE_FIELDS
+
+    def _vectors(self) -> str:
+        return INTS
+
+    def _everywhere(self, address: str) -> str:
+        return self.f.cast(self.f.everywhere("float", address), FLOATS, INTS)
+
+    def _added(self, total: str, x: str, weights: str) -> str:
+        f = self.f
+        return f.cast(f.byte_products(f.cast(total, FLOATS, INTS), x, weights), INTS, FLOATS)
+
+    def _results(self, totals: list[str], row: str, output: str, there: str) -> list[str]:
+        f, job = self.f, self._job
+        scales = f.take("float", f.at(f.pointer(job["scales"]), output, "float"), there)
+        zeros = f.cast(f.take("float", f.at(f.pointer(job["zeros"]), output, "float"), there), FLOATS, INTS)
+        found = []
+        for r, total in enumerate(totals):
+            exact = f.two("sub", INTS, f.cast(total, FLOATS, INTS), zeros)
+            scale = f.everywhere("float", f.at(f.pointer(job["row_scales"]), f.add(row, r), "float"))
+            found.append(
+                f.two("fmul", FLOATS, f.op(f"sitofp {INTS} {exact} to {FLOATS}"), f.two("fmul", FLOATS, scale, scales))
+            )
+        return found
+
+
+def byte_product(dtype: torch.dtype, height: int, name: str) -> Function:
+    """As `product`, over the memory of BYTE_FIELDS, with results of `dtype`."""
+    return _ByteProduct(dtype, height, name).f
 
 
 def product(dtype: torch.dtype, height: int, name: str) -> Function:

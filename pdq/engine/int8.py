@@ -12,39 +12,54 @@ How much the text changes, `python -m tests.engine.agreement` measures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pdq.engine import compiled_int8
+from pdq.engine.compiled_int8 import CompiledInt8Product
 from pdq.engine.compiled_product import fastest
 from pdq.engine.packed import Product, stacked
+from pdq.engine.pointwise import LEVELS, ZERO
 from pdq.engine.probe import stock_logits
 from pdq.errors import ConfigError
 
-_LEVELS = 127
-_MIDDLE = 128  # the operator is fast for unsigned inputs only, so zero is in the middle of them
-_ROUNDING = torch.tensor(_MIDDLE + 0.5)  # the conversion to bytes truncates
+_ROUNDING = torch.tensor(ZERO + 0.5)  # the conversion to bytes truncates
 _TEXTS, _TOKENS = 8, 64  # from which the size of the columns is learnt; any will do, the large ones are always large
 
 
-class Int8Product:
-    """weight `[out, in]`, bias `[out]` or None, of any floating dtype; the result has that of the input.
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """levels: a weight `[out, in]` as int8 multiples of `scales` `[out]`; columns: factors of the input's, `[in]`."""
 
-    largest: absolute numbers that the columns of the input were seen to reach, `[in]`; None: not known. A row that is
-    not numbers gives a row that is not numbers.
-    """
+    levels: Tensor
+    scales: Tensor
+    columns: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> None:
+    @classmethod
+    def of(cls, weight: Tensor, largest: Tensor | None) -> Quantized:
+        """largest: absolute numbers that the columns of the input were seen to reach, `[in]`; None: not known."""
         weight = weight.float()
         smoothed = torch.ones(weight.shape[1]) if largest is None else _balance(largest, weight)
         weight = weight * smoothed
-        scales = (weight.abs().amax(1) / _LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
-        self._width = len(weight)
-        self._weight = torch.ops.onednn.qlinear_prepack((weight / scales[:, None]).round_().to(torch.int8), None)
-        self._columns = 1 / smoothed
-        self._scales = scales / _LEVELS  # of the products of levels, but for the row's largest number
+        scales = (weight.abs().amax(1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
+        return cls((weight / scales[:, None]).round_().to(torch.int8), scales, 1 / smoothed)
+
+
+class Int8Product:
+    """The product by oneDNN, with bias `[out]` or None, of rows of any floating dtype, which the result has as well.
+
+    A row that is not numbers gives a row that is not numbers.
+    """
+
+    def __init__(self, quantized: Quantized, bias: Tensor | None) -> None:
+        self._width = len(quantized.levels)
+        self._weight = torch.ops.onednn.qlinear_prepack(quantized.levels, None)
+        self._columns = quantized.columns
+        self._scales = quantized.scales / LEVELS  # of the products of levels, but for the row's largest number
         self._zeros = torch.zeros(self._width, dtype=torch.int64)
         self._bias = None if bias is None else bias.float()
 
@@ -53,7 +68,7 @@ class Int8Product:
         if not len(rows):
             return x.new_empty((*x.shape[:-1], self._width))
         largest = rows.abs().amax(-1, keepdim=True)
-        levels = torch.addcmul(_ROUNDING, rows, _LEVELS / largest).to(torch.uint8)
+        levels = torch.addcmul(_ROUNDING, rows, LEVELS / largest).to(torch.uint8)
         if len(rows) == 1 and x.dtype is not torch.float16:  # the operator knows one scale of the input: all in one
             y = self._product(levels, largest.item(), self._bias, x.dtype)
         else:
@@ -63,7 +78,7 @@ class Int8Product:
 
     def _product(self, levels: Tensor, scale: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            levels, scale, _MIDDLE, self._weight, self._scales, self._zeros, bias, 1.0, 0, dtype, "none", [], ""
+            levels, scale, ZERO, self._weight, self._scales, self._zeros, bias, 1.0, 0, dtype, "none", [], ""
         )
         return y
 
@@ -83,7 +98,11 @@ class Int8Maker:
         if self._head in group:
             return fastest(group)
         self.made += len(group)
-        return Int8Product(*stacked(group), self._largest.get(group[0]))
+        weight, bias = stacked(group)
+        quantized = Quantized.of(weight, self._largest.get(group[0]))
+        if compiled_int8.supported(weight.dtype):
+            return CompiledInt8Product(quantized.levels, quantized.scales, quantized.columns, bias, weight.dtype)
+        return Int8Product(quantized, bias)
 
 
 def _balance(largest: Tensor, weight: Tensor) -> Tensor:
@@ -132,9 +151,9 @@ def _multiplies_bytes() -> bool:
 
 def _exact() -> bool:
     """With the largest numbers, whose sums older instructions cut off."""
-    weight = torch.ones((16, 64))
+    quantized = Quantized.of(torch.ones((16, 64)), None)
     for rows in (1, 3):
-        found = Int8Product(weight, None)(torch.ones((rows, 64)))
+        found = Int8Product(quantized, None)(torch.ones((rows, 64)))
         if not torch.allclose(found, torch.full_like(found, 64.0), rtol=1e-4):
             return False
     return True

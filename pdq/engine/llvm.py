@@ -1,7 +1,7 @@
-"""Machine code at run time: a function is written as lines of LLVM IR over vectors of 16 floats, and compiled.
+"""How a function is written as lines of LLVM IR over vectors of 16 floats, for `code` to compile.
 
-LLVM turns the 16 lanes into whatever registers the CPU has. Knows nothing of attention; `flash` writes with it, and
-`compiled` calls what comes out. Floats keep their order of addition: nothing here may be reassociated.
+LLVM turns the 16 lanes into whatever registers the CPU has. Knows nothing of what is computed. Floats keep their order
+of addition: nothing here may be reassociated.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 
-import llvmlite.binding as llvm
+from pdq.engine.code import BYTE_PRODUCT, NARROW_TWO, PAIR_PRODUCT, has_pair_products
 
 LANES = 16
 FLOATS = "<16 x float>"
@@ -21,24 +20,6 @@ HALVES = "<16 x bfloat>"
 PAIRS = "<32 x bfloat>"
 _BITS = "<16 x i1>"
 _PLACES = "<16 x i64>"
-_DECLARATIONS = """
-declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
-declare i64 @llvm.smin.i64(i64, i64)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
-declare <16 x float> @llvm.sqrt.v16f32(<16 x float>)
-declare <16 x float> @llvm.fabs.v16f32(<16 x float>)
-declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32, <16 x i1>)
-declare void @llvm.masked.store.v16bf16.p0(<16 x bfloat>, ptr, i32, <16 x i1>)
-declare <16 x float> @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, <16 x float>)
-declare <16 x bfloat> @llvm.masked.load.v16bf16.p0(ptr, i32, <16 x i1>, <16 x bfloat>)
-"""
-_PAIR_PRODUCT = "@llvm.x86.avx512bf16.dpbf16ps.512"
-_NARROW_TWO = "@llvm.x86.avx512bf16.cvtne2ps2bf16.512"  # the second one becomes the lower half
-_PAIR_DECLARATIONS = f"""
-declare {FLOATS} {_PAIR_PRODUCT}({FLOATS}, {PAIRS}, {PAIRS})
-declare {PAIRS} {_NARROW_TWO}({FLOATS}, {FLOATS})
-"""
 
 
 class Function:
@@ -147,10 +128,17 @@ class Function:
     def pair_products(self, total: str, a: str, b: str) -> str:
         """total + the products of a and b, PAIRS both, of which lane i gets those at 2 i and 2 i + 1."""
         if has_pair_products():
-            return self.op(f"call {FLOATS} {_PAIR_PRODUCT}({FLOATS} {total}, {PAIRS} {a}, {PAIRS} {b})")
+            return self.op(f"call {FLOATS} {PAIR_PRODUCT}({FLOATS} {total}, {PAIRS} {a}, {PAIRS} {b})")
         for even, odd in zip(self.halves(a), self.halves(b), strict=True):
             total = self.fma(even, odd, total)
         return total
+
+    def byte_products(self, total: str, a: str, b: str) -> str:
+        """total + the products of a's unsigned and b's signed bytes; INTS all, of which each lane holds four bytes.
+
+        Where `has_byte_products`.
+        """
+        return self.op(f"call {INTS} {BYTE_PRODUCT}({INTS} {total}, {INTS} {a}, {INTS} {b})")
 
     def halves(self, pairs: str) -> list[str]:
         """The numbers of PAIRS at even places and at odd ones, as floats."""
@@ -172,7 +160,7 @@ class Function:
     def paired(self, even: str, odd: str) -> str:
         """FLOATS of even places and of odd ones as PAIRS, rounded as by `narrow`."""
         if has_pair_products():
-            both = self.op(f"call {PAIRS} {_NARROW_TWO}({FLOATS} {odd}, {FLOATS} {even})")
+            both = self.op(f"call {PAIRS} {NARROW_TWO}({FLOATS} {odd}, {FLOATS} {even})")
         else:
             low, high = self.narrow(even), self.narrow(odd)
             both = self.op(f"shufflevector {HALVES} {low}, {HALVES} {high}, <32 x i32> <{_words(range(2 * LANES))}>")
@@ -191,6 +179,18 @@ class Function:
             self.do(f"store {vectors} {value}, ptr {address}, align 2")
         else:
             self.do(f"call void @llvm.masked.store.{name}.p0({vectors} {value}, ptr {address}, i32 2, {_BITS} {mask})")
+
+    def put_bytes(self, vector: str, address: str, mask: str | None = None) -> None:
+        """Store FLOATS, cut off to integers in [0, 256), as a byte each; what is none as anything."""
+        numbers = self.choose(self.two("fcmp ord", FLOATS, vector, vector), vector, "zeroinitializer")
+        value = self.op(f"trunc {INTS} {self.op(f'fptosi {FLOATS} {numbers} to {INTS}')} to <16 x i8>")
+        if mask is None:
+            self.do(f"store <16 x i8> {value}, ptr {address}, align 1")
+        else:
+            self.do(f"call void @llvm.masked.store.v16i8.p0(<16 x i8> {value}, ptr {address}, i32 1, {_BITS} {mask})")
+
+    def lane(self, vector: str, index: int) -> str:
+        return self.op(f"extractelement {FLOATS} {vector}, i32 {index}")
 
     def take(self, kind: str, address: str, mask: str | None = None) -> str:
         """Numbers of `kind` as FLOATS: all, or the lanes of `mask`, and zero in the others."""
@@ -347,43 +347,6 @@ def lanes(count: int) -> str | None:
 
 def ints(x: int) -> str:
     return f"<{', '.join([f'i32 {x}'] * LANES)}>"
-
-
-class Code:
-    """Compiled functions. They live as long as this does; `address` is where one begins."""
-
-    def __init__(self, functions: Sequence[Function]) -> None:
-        """Takes tenths of a second. Raises RuntimeError where LLVM cannot compile for this machine."""
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
-        )
-        pairs = [_PAIR_DECLARATIONS] if has_pair_products() else []
-        module = llvm.parse_assembly("\n".join([_DECLARATIONS, *pairs, *(f.text for f in functions)]))
-        module.verify()
-        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-        tuning.loop_vectorization = tuning.slp_vectorization = False  # everything is a vector already
-        builder = llvm.create_pass_builder(machine, tuning)
-        builder.getModulePassManager().run(module, builder)
-        self._engine = llvm.create_mcjit_compiler(module, machine)
-        self._engine.finalize_object()
-
-    def address(self, name: str) -> int:
-        return int(self._engine.get_function_address(name))
-
-
-@cache
-def has_pair_products() -> bool:
-    """Has this CPU an instruction for products of bfloat16 pairs? Without it they are made of float32 ones."""
-    found = llvm.get_host_cpu_features()
-    return bool(found.get("avx512bf16") and found.get("avx512f"))
-
-
-def _features() -> str:
-    """What the CPU can do, in LLVM's words. By itself LLVM uses half of a 512-bit register, on account of old CPUs."""
-    found = llvm.get_host_cpu_features()
-    return str(found.flatten()) + (",-prefer-256-bit" if found.get("avx512f") else "")
 
 
 def _words(numbers: Iterable[int]) -> str:

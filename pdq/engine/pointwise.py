@@ -29,6 +29,10 @@ ROTATE_FIELDS = (
 )
 # both: rows of `width` gates and as many numbers to be gated.
 GATE_FIELDS = ("next", "rows", "both", "both_row", "out", "out_row", "width")
+# columns: float32, by which the columns of x are multiplied first. out: bytes; scales: float32, of each row.
+LEVELS_FIELDS = ("next", "rows", "x", "x_row", "columns", "out", "out_row", "scales", "width")
+LEVELS = 127  # on each side of zero
+ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,36 @@ def gate(dtype: torch.dtype) -> Function:
             x = f.take(of, f.at(gates, i, of), mask)
             y = f.two("fmul", FLOATS, _silu(f, x), f.take(of, f.at(others, i, of), mask))
             f.put(of, y, f.at(out, i, of), mask)
+    return f
+
+
+def levels(dtype: torch.dtype) -> Function:
+    """Rows as unsigned bytes with zero at ZERO and the largest number LEVELS away; memory of LEVELS_FIELDS.
+
+    The scale of a row that is not numbers is none either.
+    """
+    f, of = Function("levels"), kind(dtype)
+    job = _job(f, LEVELS_FIELDS)
+
+    def number(x: str, i: str, mask: str | None) -> str:
+        column = f.take("float", f.at(f.pointer(job["columns"]), i, "float"), mask)
+        return f.two("fmul", FLOATS, f.take(of, f.at(x, i, of), mask), column)
+
+    with f.taking("%job", job["rows"]) as row:
+        x, out = _row(f, job, "x", row), _row(f, job, "out", row)
+        largest, spoiled = f.variable("zeroinitializer"), f.variable("zeroinitializer")
+        for i, mask in _vectors(f, job["width"]):
+            found = number(x, i, mask)
+            size = f.op(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {found})")
+            largest.set(f.larger(size, largest.get()))
+            spoiled.set(f.fma(found, "zeroinitializer", spoiled.get()))
+        top = f.plus(f.fold(largest.get(), f.larger), f.fold(spoiled.get(), f.plus))
+        scale = f.lane(f.two("fdiv", FLOATS, top, floats(LEVELS)), 0)
+        f.store("float", scale, f.at(f.pointer(job["scales"]), row, "float"))
+        factor = f.two("fdiv", FLOATS, floats(LEVELS), top)
+        factor = f.choose(f.two("fcmp ogt", FLOATS, top, "zeroinitializer"), factor, "zeroinitializer")
+        for i, mask in _vectors(f, job["width"]):
+            f.put_bytes(f.fma(number(x, i, mask), factor, floats(ZERO + 0.5)), f.at(out, i, "i8"), mask)
     return f
 
 

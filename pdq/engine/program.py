@@ -6,7 +6,6 @@ runs meanwhile. Knows nothing of what the functions compute.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdq.engine import team
-from pdq.engine.llvm import Code, Function
+from pdq.engine.code import Code
+from pdq.engine.llvm import Function
 
 Numbers = npt.NDArray[np.int64]
 Value = int | Numbers | Sequence[int]  # the same for all layers, or one for each
 
-_FIELDS = ("calls", "count", "barrier")
+_FIELDS = ("next", "calls", "count", "barrier")
 _EVERY = slice(None)
 
 
@@ -65,8 +65,8 @@ def run(stages: Sequence[Sequence[Call]], threads: int) -> None:
     calls = np.concatenate([_listed(stage) for stage in stages])
     barrier = team.barrier()
     threads = threads if barrier else 1
-    job = (ctypes.c_int64 * len(_FIELDS))(calls.ctypes.data, len(calls), barrier if threads > 1 else 0)
-    team.run(_runner().address("run"), ctypes.addressof(job), threads)
+    values = {"calls": calls.ctypes.data, "count": len(calls), "barrier": barrier if threads > 1 else 0}
+    team.run(_runner().address("run"), _FIELDS, values, threads)
 
 
 def _listed(stage: Sequence[Call]) -> Numbers:
@@ -82,7 +82,7 @@ def _listed(stage: Sequence[Call]) -> Numbers:
 def _runner() -> Code:
     """Waits only where a barrier is given."""
     f = Function("run")
-    calls, count, barrier = (f.number("%job", i) for i in range(len(_FIELDS)))
+    calls, count, barrier = (f.number("%job", i) for i in range(1, len(_FIELDS)))
     with f.loop(count) as i:
         call = f.at(f.pointer(calls), f.times(i, 2), "i64")
         f.do(f"call void {f.pointer(f.number(call, 0))}(ptr {f.pointer(f.number(call, 1))})")

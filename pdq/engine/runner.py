@@ -19,6 +19,7 @@ from pdq.engine.forwards import fastest_forward
 from pdq.engine.kv import TorchSlot
 from pdq.engine.probe import layout_of
 from pdq.errors import ModelUnsupported
+from pdq.messages import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,7 +154,8 @@ class TorchEngine:
     def _warm(self) -> None:
         """What is compiled for the shapes of this model is so now, not while a first request waits."""
         with torch.inference_mode():
-            self._compute([Segment(TorchSlot(self._layout, 1, self._device), [0])])
+            for tokens in ([0], [0, 0]):
+                self._compute([Segment(TorchSlot(self._layout, len(tokens), self._device), tokens, SamplingParams())])
 
     def _set_threads(self) -> None:
         """The number of threads is a setting of the calling thread."""

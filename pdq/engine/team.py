@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 _Native = Callable[[int], None]
 _entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run(address: int, job: int, threads: int) -> None:
-    """Call the function at `address` with the pointer `job`, on that many threads at once; without the GIL.
+def run(address: int, fields: Sequence[str], values: Mapping[str, int], threads: int) -> None:
+    """Call the function at `address` on that many threads at once, without the GIL.
 
-    On one thread, or where torch's OpenMP is not found, there is no parallel region.
+    fields: of its job, int64 each, the first of which begins at 0. On one thread, or where torch's OpenMP is not found,
+    there is no parallel region.
     """
-    team = openmp()
+    job = (ctypes.c_int64 * len(fields))(0, *(values[name] for name in fields[1:]))
+    team = _openmp()
     if threads == 1 or team is None:
-        _callable(address)(job)
+        _callable(address)(ctypes.addressof(job))
     else:
-        team(address, job, threads, 0)
+        team(address, ctypes.addressof(job), threads, 0)
 
 
 @cache
-def openmp() -> Callable[[int, int, int, int], None] | None:
+def _openmp() -> Callable[[int, int, int, int], None] | None:
     """Runs a function on a number of threads of torch's pool: `GOMP_parallel`, which LLVM's OpenMP has as well.
 
     torch loads its OpenMP for the whole process. None where there is none under that name.

@@ -1,7 +1,8 @@
 """What a decode step costs beside the memory it must read: `python -m tests.engine.speed [--threads N]`.
 
-Of the built-in model, at 1,024 tokens of context, with the compiled attention kernel and without it. The variants and a
-plain read of memory take turns in one process, and the fastest of each counts, since other programs may run beside it.
+Of the built-in model, at 1,024 tokens of context, by compiled code as a whole and by the stock modelling code with our
+attention and products; and the same of a prefill forward of 1,024 tokens. The variants and a plain read of memory take
+turns in one process, and the fastest of each counts, since other programs may run beside it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pdq.engine.attention import Attending
+from pdq.engine import products
 from pdq.engine.base import Segment, Slot
+from pdq.engine.forward import OverSlots, Pieces, StockForward
 from pdq.engine.model import load_config, load_model
+from pdq.engine.probe import layout_of
 from pdq.engine.runner import TorchEngine
 from pdq.messages import SamplingParams
 from pdq.models import BUILT_IN, find_model
@@ -27,15 +31,15 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Timed:
-    """The engine's forward of the model; `seconds` is how long the last one took."""
+    """A forward of the model; `seconds` is how long the last one took."""
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self._forward = engine._forward
+    def __init__(self, forward: OverSlots) -> None:
+        self._forward = forward
         self.seconds = 0.0
 
-    def __call__(self, cache: Attending, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+    def __call__(self, pieces: Pieces, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         began = time.perf_counter()
-        logits = self._forward(cache, ids, positions, keep)
+        logits = self._forward(pieces, ids, positions, keep)
         self.seconds = time.perf_counter() - began
         return logits
 
@@ -68,27 +72,17 @@ def filled(engine: TorchEngine, count: int) -> list[Slot]:
     return slots
 
 
-def measure(engine: TorchEngine, slots: list[Slot], memory: Tensor) -> dict[str, float]:
-    """Seconds, least of all rounds: of a step without and with the kernel, of its part outside the model, of a read."""
-    timed = Timed(engine)
-    engine._forward = timed  # type: ignore[assignment]
+def measure(engine: TorchEngine, forwards: dict[str, Timed], run: Callable[[], object]) -> dict[str, float]:
+    """Seconds, least of all rounds, of `run` with each of the forwards, and of the part of the first one outside it."""
     least: dict[str, float] = {}
-
-    def step() -> None:
-        for slot in slots:
-            slot.length = CONTEXT
-        engine.forward([Segment(slot, [5], GREEDY) for slot in slots])
-
     for round_ in range(ROUNDS + 2):
         found = {}
-        for name, compiled in (("without", False), ("step", True)):
-            engine._compiled = compiled
-            found[name] = seconds(step)
-        found["outside"] = found["step"] - timed.seconds
-        found["read"] = seconds(memory.sum)
+        for name, timed in forwards.items():
+            engine._forward = timed
+            found[name] = seconds(run)
+            found.setdefault("outside", found[name] - timed.seconds)
         if round_ >= 2:
             least = {name: min(took, least.get(name, took)) for name, took in found.items()}
-    engine._forward = timed._forward
     return least
 
 
@@ -97,8 +91,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", default=BUILT_IN)
     options = parser.parse_args()
+    model = load_model(find_model(options.model).folder, dtype="bfloat16", device="cpu")
     engine = TorchEngine(
-        load_model(find_model(options.model).folder, dtype="bfloat16", device="cpu"),
+        model,
         fingerprint=bytes(32),
         dtype="bfloat16",
         max_model_len=2 * CONTEXT,
@@ -106,18 +101,38 @@ def main() -> None:
         kv_memory_bytes=1 << 34,
         threads=options.threads,
     )
+    stock = StockForward(
+        model, layout_of(model).layout.layers, layout_of(model).reads, products.trial(model.dtype), compiled=True
+    )
+    forwards = {type(engine._forward).__name__: Timed(engine._forward), "its own code": Timed(stock)}
     memory, weights = torch.ones(STREAM_BYTES // 4), weight_bytes(options.model)
     slots = filled(engine, max(BATCHES))
-    print(f"{options.model}, {options.threads} threads, {CONTEXT} tokens of context, compiled: {engine._compiled}")
+    print(f"{options.model}, {options.threads} threads, {CONTEXT} tokens of context")
     for batch in BATCHES:
-        least = measure(engine, slots[:batch], memory)
-        speed = STREAM_BYTES / least["read"]
+        least = measure(engine, forwards, partial(step, engine, slots[:batch]))
+        speed = STREAM_BYTES / min(seconds(memory.sum) for _ in range(ROUNDS))
         read = weights + batch * CONTEXT * engine.spec.token_bytes
+        ours = least[next(iter(forwards))]
         print(
-            f"B={batch:2}: {least['step'] * 1e3:.1f} ms a step ({least['without'] * 1e3:.1f} without the kernel), "
-            f"of which outside the model {least['outside'] / least['step']:.1%}; reads {read / 1e6:.0f} MB, "
-            f"{read / speed / least['step']:.0%} of the {speed / 1e9:.0f} GB/s of a plain read"
+            f"B={batch:2}: {_listed(least, forwards)} a step, {least['outside'] / ours:.1%} of it outside the model, "
+            f"reading {read / 1e6:.0f} MB, {read / speed / ours:.0%} of the {speed / 1e9:.0f} GB/s of a plain read"
         )
+    print(f"prefill: {_listed(measure(engine, forwards, partial(prefill, engine, slots[0])), forwards)}")
+
+
+def step(engine: TorchEngine, slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.length = CONTEXT
+    engine.forward([Segment(slot, [5], GREEDY) for slot in slots])
+
+
+def prefill(engine: TorchEngine, slot: Slot) -> None:
+    slot.length = 0
+    engine.forward([Segment(slot, [100 + i * 37 % 40_000 for i in range(CONTEXT)], GREEDY)])
+
+
+def _listed(least: dict[str, float], forwards: dict[str, Timed]) -> str:
+    return ", ".join(f"{least[name] * 1e3:.1f} ms ({name})" for name in forwards)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_single_tokens_go_through_it_and_chunks_beside_them_do_not(monkeypatch: 
     monkeypatch.setattr(compiled, "trial", lambda dtype: True)
     monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: False)
     it, ids = engine(tiny_model("llama")), [5, 6, 7, 8, 9]
-    assert used[-2:] == ["attend"] * 2  # at load, so that no request waits for the compiler; two layers
+    assert used[-4:] == ["attend", "attend", "prefill", "prefill"]  # at load, so that no request waits for a compiler
     used.clear()
     slots = [it.open(10) for _ in range(2)]
     it.forward([Segment(slots[0], ids)])

@@ -13,11 +13,11 @@ from torch.nn import functional
 from pdq.engine import compiled, compiled_chunk, flash_chunk, kernels, llvm
 from pdq.engine.attention import Step
 from pdq.engine.base import Segment
+from pdq.engine.code import Code
 from pdq.engine.compiled_chunk import chunk
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import TILE
 from pdq.engine.kv import LayerShape
-from pdq.engine.llvm import Code
 from tests.engine.pd import GREEDY, engine
 from tests.engine.test_compiled import SHAPES, slot_of
 from tests.engine.tiny import tiny_model

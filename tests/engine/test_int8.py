@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from pdq.config import PrefillSettings
-from pdq.engine import int8
+from pdq.engine import compiled as kernels_of_singles
+from pdq.engine import compiled_chunk, compiled_int8, int8
 from pdq.engine.base import Segment
+from pdq.engine.compiled_int8 import CompiledInt8Product
 from pdq.engine.compiled_product import CompiledProduct
-from pdq.engine.int8 import Int8Product, require_int8
+from pdq.engine.forward import StockForward
+from pdq.engine.fused import FusedForward
+from pdq.engine.int8 import Int8Product, Quantized, require_int8
 from pdq.engine.load import load_engine
 from pdq.engine.model import load_model
-from pdq.engine.packed import PackedLinear
+from pdq.engine.packed import PackedLinear, Product
+from pdq.engine.probe import layout_of
 from pdq.errors import ConfigError
 from tests.engine.conftest import stock, stock_logits
 from tests.engine.pd import GREEDY, decode_together, engine, prefill
@@ -36,36 +43,58 @@ needs_int8 = pytest.mark.skipif(not available(), reason="this CPU or torch build
 MEDIAN, WORST = 0.1, 0.3  # relative errors of tiny models' logits; a wrong column, scale or bias gives more than 1
 
 
+def by_onednn(weight: Tensor, bias: Tensor | None, largest: Tensor | None = None, dtype: Any = None) -> Product:
+    return Int8Product(Quantized.of(weight, largest), bias)
+
+
+def compiled(weight: Tensor, bias: Tensor | None, largest: Tensor | None = None, dtype: Any = torch.float32) -> Product:
+    it = Quantized.of(weight, largest)
+    return CompiledInt8Product(it.levels, it.scales, it.columns, bias, dtype)
+
+
+Make = Callable[..., Product]
+each_product = pytest.mark.parametrize(
+    "make", [by_onednn, *([compiled] if compiled_int8.supported(torch.float32) else [])]
+)
+
+
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 @needs_int8
+@each_product
+@pytest.mark.parametrize("inputs", [40, 41, 43])
 @pytest.mark.parametrize("rows", [1, 2, 17])
-def test_numbers_that_are_levels_are_multiplied_exactly(rows: int) -> None:
+def test_numbers_that_are_levels_are_multiplied_exactly(make: Make, rows: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-127, 128, (24, 40), generator=generator).float()
-    x = torch.randint(-127, 128, (rows, 40), generator=generator).float()
+    weight = torch.randint(-127, 128, (24, inputs), generator=generator).float()
+    x = torch.randint(-127, 128, (rows, inputs), generator=generator).float()
     weight[:, 0], x[:, 1], bias = 127, -127, torch.arange(24.0)
-    found = Int8Product(weight * 0.5, bias)(x * 0.25)
+    found = make(weight * 0.5, bias)(x * 0.25)
     torch.testing.assert_close(found, x @ weight.t() * 0.125 + bias, rtol=1e-6, atol=1e-3)
 
 
 @needs_int8
+@each_product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_are_a_percent_off_in_every_dtype(dtype: torch.dtype, rows: int) -> None:
+def test_products_are_a_percent_off_in_every_dtype(make: Make, dtype: torch.dtype, rows: int) -> None:
+    if make is compiled and dtype is torch.float16:
+        assert not compiled_int8.supported(dtype)
+        return
     torch.manual_seed(0)
     weight, x, bias = torch.randn(96, 64), torch.randn(2, rows, 64).to(dtype), torch.randn(96)
-    found = Int8Product(weight, bias)(x)
+    found = make(weight, bias, dtype=dtype)(x)
     assert (found.dtype, found.shape) == (dtype, (2, rows, 96))
     assert 0.001 < off(found, functional.linear(x.float(), weight, bias)) < 0.015
 
 
 @needs_int8
-def test_a_row_does_not_depend_on_the_others() -> None:
+@each_product
+def test_a_row_does_not_depend_on_the_others(make: Make) -> None:
     torch.manual_seed(0)
-    product, rows = Int8Product(torch.randn(96, 64), torch.randn(96)), torch.randn(4, 64)
+    product, rows = make(torch.randn(96, 64), torch.randn(96)), torch.randn(4, 64)
     rows[2] *= 1e6
     together = product(rows)
     for i, row in enumerate(rows):
@@ -73,11 +102,12 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @needs_int8
+@each_product
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("neighbours", [0, 2])
-def test_a_row_that_is_not_numbers_stays_so_and_spoils_no_other(wrong: float, neighbours: int) -> None:
+def test_a_row_that_is_not_numbers_stays_so_and_spoils_no_other(make: Make, wrong: float, neighbours: int) -> None:
     torch.manual_seed(0)
-    product, rows = Int8Product(torch.randn(8, 16), torch.randn(8)), torch.randn(1 + neighbours, 16)
+    product, rows = make(torch.randn(8, 16), torch.randn(8)), torch.randn(1 + neighbours, 16)
     expected = product(rows[1:])
     rows[0, 3] = wrong
     found = product(rows)
@@ -86,22 +116,24 @@ def test_a_row_that_is_not_numbers_stays_so_and_spoils_no_other(wrong: float, ne
 
 
 @needs_int8
+@each_product
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_row_of_zeros_gives_the_bias(rows: int) -> None:
+def test_a_row_of_zeros_gives_the_bias(make: Make, rows: int) -> None:
     bias = torch.arange(8.0)
-    assert torch.equal(Int8Product(torch.randn(8, 16), bias)(torch.zeros(rows, 16)), bias.expand(rows, 8))
-    assert Int8Product(torch.zeros(8, 16), None)(torch.ones(rows, 16)).count_nonzero() == 0
-    assert Int8Product(torch.randn(8, 16), bias)(torch.ones(2, 0, 16)).shape == (2, 0, 8)
+    assert torch.equal(make(torch.randn(8, 16), bias)(torch.zeros(rows, 16)), bias.expand(rows, 8))
+    assert make(torch.zeros(8, 16), None)(torch.ones(rows, 16)).count_nonzero() == 0
+    assert make(torch.randn(8, 16), bias)(torch.ones(2, 0, 16)).shape == (2, 0, 8)
 
 
 @needs_int8
-def test_large_columns_of_the_input_cost_the_others_little() -> None:
+@each_product
+def test_large_columns_of_the_input_cost_the_others_little(make: Make) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 64), torch.randn(32, 64)
     x[:, 5] *= 100
     weight[:, 5] /= 100
     exact = functional.linear(x, weight)
-    blind, seeing = (Int8Product(weight, None, largest)(x) for largest in (None, x.abs().amax(0)))
+    blind, seeing = (make(weight, None, largest)(x) for largest in (None, x.abs().amax(0)))
     assert off(seeing, exact) < 0.02
     assert off(blind, exact) > 5 * off(seeing, exact)
 
@@ -142,8 +174,25 @@ def test_all_linear_layers_but_the_head_are_in_8_bits(tmp_path: Path) -> None:
     packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     head = packed.pop("lm_head", None)
     assert len(packed) == 14
-    assert all(isinstance(m.shared.product, Int8Product) for m in packed.values())
+    used = CompiledInt8Product if compiled_int8.supported(torch.float32) else Int8Product
+    assert all(type(m.shared.product) is used for m in packed.values())
     assert head is None or isinstance(head.shared.product, CompiledProduct)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_compiled_as_a_whole_gives_what_the_stock_code_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    for kernel in (kernels_of_singles, compiled_chunk):
+        monkeypatch.setattr(kernel, "trial", lambda dtype: True)
+    ids = [(i * i * 7 + i * 3 + 363) % VOCAB for i in range(33)]
+    model = load_model(save_tiny("qwen2", tmp_path), dtype=dtype, device="cpu", quantization="int8")
+    it = engine(model, dtype=dtype)
+    assert isinstance(it._forward, FusedForward)
+    fused = in_pieces(it, ids)
+    it._forward = StockForward(model, layout_of(model).layout.layers, layout_of(model).reads)
+    assert off(fused, in_pieces(it, ids)) < (1e-2 if dtype == "float32" else 0.05)  # levels are rounded either way
 
 
 @needs_int8
