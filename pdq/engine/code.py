@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
+import llvmlite
 import llvmlite.binding as llvm
+
+from pdq.engine import kept_code
 
 PAIR_PRODUCT = "@llvm.x86.avx512bf16.dpbf16ps.512"
 NARROW_TWO = "@llvm.x86.avx512bf16.cvtne2ps2bf16.512"  # the second one becomes the lower half
@@ -47,25 +50,36 @@ class Code:
     """Compiled functions. They live as long as this does; `address` is where one begins."""
 
     def __init__(self, functions: Sequence[Written]) -> None:
-        """Takes tenths of a second. Raises RuntimeError where LLVM cannot compile for this machine."""
+        """Takes tenths of a second, or hundredths where `kept_code` has it from an earlier process.
+
+        Raises RuntimeError where LLVM cannot compile for this machine.
+        """
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
-        )
+        cpu, features = llvm.get_host_cpu_name(), _features()
+        machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
         special = [_PAIR_DECLARATIONS] if has_pair_products() else []
         special += [_BYTE_DECLARATION] if has_byte_products() else []
-        module = llvm.parse_assembly("\n".join([_DECLARATIONS, *special, *(f.text for f in functions)]))
-        module.verify()
-        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-        tuning.loop_vectorization = tuning.slp_vectorization = False  # everything is a vector already
-        builder = llvm.create_pass_builder(machine, tuning)
-        builder.getModulePassManager().run(module, builder)
+        source = "\n".join([_DECLARATIONS, *special, *(f.text for f in functions)])
+        module = llvm.parse_assembly(source)
+        place = kept_code.place(llvmlite.__version__, machine.triple, cpu, features, source)
+        kept = kept_code.read(place)
+        if kept is None:
+            _optimize(module, machine)
         self._engine = llvm.create_mcjit_compiler(module, machine)
+        self._engine.set_object_cache(lambda _, made: kept_code.write(place, made), lambda _: kept)
         self._engine.finalize_object()
 
     def address(self, name: str) -> int:
         return int(self._engine.get_function_address(name))
+
+
+def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
+    module.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.slp_vectorization = False  # everything is a vector already
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
 
 
 @cache
