@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,16 @@ def test_the_same_code_is_compiled_once(folder: Path, optimized: list[object]) -
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[:-1], lambda b: b"x" + b[1:], lambda b: b[:40] + b"x" + b[41:], lambda b: b""]
-)
-def test_a_damaged_file_is_compiled_again(folder: Path, optimized: list[object], damage: object) -> None:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda b: b[:-1],
+    "other hash": lambda b: b"x" + b[1:],
+    "other code": lambda b: b[:40] + b"x" + b[41:],
+    "empty": lambda b: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_compiled_again(folder: Path, optimized: list[object], damage: str) -> None:
     result()
     (path,) = folder.iterdir()
     whole = path.read_bytes()
