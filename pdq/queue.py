@@ -83,7 +83,7 @@ class Queue:
         self._dead_event = encode(
             end_event(RequestFailed(f"{stage} was tried {max_attempts} times; the worker died each time"))
         )
-        self._flowing = False  # were there jobs when they were last looked for?
+        self._flowing = False  # did several jobs come at once? Then there are more
         self._cursor = dict.fromkeys(self.streams, "0-0")
 
     async def make_groups(self) -> None:
@@ -143,7 +143,7 @@ class Queue:
             entries = await self.read(1, wait)
             if entries:
                 found = await self.claim_all(entries, more=max(count - len(entries), 0))
-        self._flowing = bool(found[0])
+        self._flowing = len(found[0]) > 1
         return found
 
     async def claim(self, entry: Entry) -> Job | None:

@@ -45,7 +45,7 @@ CHECK_SECONDS = 1.0  # for the look at the blocks' Redis: a heartbeat does not w
 STALE_MS = 60_000
 SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
-GATHER_SECONDS = 0.0005  # in which jobs come together that follow others: each time they are taken costs all sides
+GATHER_SECONDS = 0.001  # in which jobs gather that follow several others: each time they are taken costs all sides
 OOM_DELAY = 2.0
 OUTAGES = (Disconnected, Unanswered, ReadOnlyError)  # errors that are no fault of the job which meets them
 OUTAGE_DELAY = 1.0  # before a job is given back: if only the blocks' Redis is away, it will be claimed again at once
@@ -235,7 +235,7 @@ class Worker:
             self._start(stage, job)
         if jobs and reclaimed:
             self._next_reclaim = 0.0  # there may be more, left by many or by one too old for them
-        elif jobs:
+        elif len(jobs) > 1:
             await asyncio.sleep(GATHER_SECONDS)
         if failed is not None:
             raise failed
