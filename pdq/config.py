@@ -150,6 +150,11 @@ class WorkerSettings(ProcessSettings):
     cores: str | None = setting(
         None, "FOLDER/NAME: workers with this folder lend each other idle cores, --threads each."
     )
+    compile: str = setting(
+        "auto",
+        "auto: code made for this CPU, and kept, where it is the fastest; off: torch's kernels only.",
+        choices=("auto", "off"),
+    )
     lease_seconds: float = setting(20.0, "A worker silent for this long loses its jobs to others.", low=0.5, high=3600)
     stall_seconds: float = setting(120.0, "A worker whose work stands still for this long lets its jobs go.", low=1)
     max_attempts: int = setting(3, "Times a stage of a request is tried before it is a dead letter.", low=1, high=100)

@@ -113,7 +113,12 @@ def compiled(group: Sequence[nn.Linear]) -> Product | None:
 
 def fastest(group: Sequence[nn.Linear]) -> Product | None:
     """The `packed.Maker` of choice for a CPU."""
-    return compiled(group) or (bfloat16(group) if can_pack() else None)
+    return compiled(group) or packed(group)
+
+
+def packed(group: Sequence[nn.Linear]) -> Product | None:
+    """The `packed.Maker` of choice for a CPU when nothing is to be compiled."""
+    return bfloat16(group) if can_pack() else None
 
 
 @cache

@@ -31,11 +31,11 @@ _ALL = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 _HALF_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # the stock code rounds what goes from block to block
 
 
-def fastest_forward(model: PreTrainedModel, probed: Probed) -> OverSlots:
+def fastest_forward(model: PreTrainedModel, probed: Probed, may_compile: bool = True) -> OverSlots:
     """model: as `model.load_model` makes it; probed: of it. On a CPU this measures and compiles for about a second."""
     if model.device.type != "cpu":
         return StockForward(model, probed.layout.layers, probed.reads)
-    kernel = compiled.trial(model.dtype)
+    kernel = may_compile and compiled.trial(model.dtype)
     stock = StockForward(model, probed.layout.layers, probed.reads, products.trial(model.dtype), kernel)
     return (fused(model, probed, stock) if kernel else None) or stock
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pdq.engine import compiled_int8
 from pdq.engine.compiled_int8 import CompiledInt8Product
-from pdq.engine.compiled_product import fastest
+from pdq.engine.compiled_product import fastest, packed
 from pdq.engine.packed import Product, stacked
 from pdq.engine.pointwise import LEVELS, ZERO
 from pdq.engine.probe import stock_logits
@@ -86,21 +86,22 @@ class Int8Product:
 class Int8Maker:
     """A `packed.Maker` for the layers of `model`, which is run here with its own attention, and is left with that.
 
-    made: for how many layers it has made a product in 8 bits.
+    compiled: may its products be compiled for this CPU? made: for how many layers it has made a product in 8 bits.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: bool = True) -> None:
+        self._compiled = compiled
         self._head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._largest = _largest_inputs(model)
         self.made = 0
 
     def __call__(self, group: Sequence[nn.Linear]) -> Product | None:
         if self._head in group:
-            return fastest(group)
+            return fastest(group) if self._compiled else packed(group)
         self.made += len(group)
         weight, bias = stacked(group)
         quantized = Quantized.of(weight, self._largest.get(group[0]))
-        if compiled_int8.supported(weight.dtype):
+        if self._compiled and compiled_int8.supported(weight.dtype):
             return CompiledInt8Product(quantized.levels, quantized.scales, quantized.columns, bias, weight.dtype)
         return Int8Product(quantized, bias)
 

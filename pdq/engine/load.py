@@ -27,7 +27,7 @@ def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
         )
     if settings.engine != "torch" or folder is None:
         raise ConfigError(f"engine: torch or scripted:... is wanted, got {settings.engine!r}")
-    code = settings.trust_remote_code
+    code, compiled = settings.trust_remote_code, settings.compile == "auto"
     check_supported(folder, trust_remote_code=code)
     from pdq.engine.model import load_model
     from pdq.engine.runner import TorchEngine
@@ -41,6 +41,7 @@ def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
             device=settings.device,
             quantization=settings.quantization,
             trust_remote_code=code,
+            compiled=compiled,
         ),
         fingerprint=fingerprint(
             folder,
@@ -54,4 +55,5 @@ def load_engine(settings: WorkerSettings, folder: Path | None) -> Engine:
         eos_ids=eos_token_ids(folder),
         kv_memory_bytes=settings.kv_memory_bytes,
         threads=settings.threads,
+        compiled=compiled,
     )

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from pdq.engine.compiled_product import fastest
+from pdq.engine.compiled_product import fastest, packed
 from pdq.engine.int8 import Int8Maker, require_int8
 from pdq.engine.packed import Maker, pack, separate
 from pdq.engine.probe import CannotRun, check_class, layout_of, try_out
@@ -31,14 +31,20 @@ from pdq.errors import ConfigError, ModelUnsupported
 
 
 def load_model(
-    folder: Path, *, dtype: str, device: str, quantization: str = "none", trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    quantization: str = "none",
+    trust_remote_code: bool = False,
+    compiled: bool = True,
 ) -> PreTrainedModel:
     """The causal language model in `folder` (config and safetensors), ready for `TorchEngine`.
 
     dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". quantization: "none" or
     "int8", of the linear layers. trust_remote_code: run the Python code in the folder that config.json names, if it
-    does. Raises ModelUnsupported if the architecture cannot run over KV slots or weights are missing, ConfigError if
-    there is no such quantization here, OSError if the folder is incomplete.
+    does. compiled: may products be compiled for this CPU? Raises ModelUnsupported if the architecture cannot run over KV
+    slots or weights are missing, ConfigError if there is no such quantization here, OSError if the folder is incomplete.
     """
     if quantization == "int8":
         require_int8(device)
@@ -62,12 +68,12 @@ def load_model(
     _check_weights(type(model).__name__, loaded[1])
     siblings = families(model, lambda: layout_of(model))
     if quantization == "int8":
-        maker = Int8Maker(model)
+        maker = Int8Maker(model, compiled)
         replace(model, siblings, maker)
         if not maker.made:
             raise ConfigError(f"quantization: {type(model).__name__} has no layers that int8 is for; use none")
     elif model.device.type == "cpu":
-        replace(model, siblings, fastest)
+        replace(model, siblings, fastest if compiled else packed)
     return model
 
 

@@ -32,7 +32,8 @@ class TorchEngine:
 
     model: as `model.load_model` makes it; its attention implementation is switched to ours, so it cannot be used for
     anything else. fingerprint: 32 bytes. dtype: of the model, by name. kv_memory_bytes: for all slots at full capacity.
-    threads: compute threads, applied to whichever thread calls `forward`; None leaves torch's setting alone.
+    threads: compute threads, applied to whichever thread calls `forward`; None leaves torch's setting alone. compiled:
+    may code be made for this CPU?
     Raises ModelUnsupported.
     """
 
@@ -46,6 +47,7 @@ class TorchEngine:
         eos_ids: frozenset[int],
         kv_memory_bytes: int,
         threads: int | None = None,
+        compiled: bool = True,
     ) -> None:
         if model.dtype != getattr(torch, dtype):
             raise ValueError(f"the model computes in {model.dtype}, not {dtype}")
@@ -60,7 +62,7 @@ class TorchEngine:
         self._threads = threads
         self.more_threads = 0
         self._set_threads()
-        self._forward = fastest_forward(model, probed)
+        self._forward = fastest_forward(model, probed, compiled)
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self.spec = EngineSpec(

@@ -6,6 +6,7 @@ That they compute what the stock models compute is in `test_equivalence`, under 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +14,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pdq.config import DecodeSettings
 from pdq.engine import compiled, compiled_chunk
 from pdq.engine.base import Segment
+from pdq.engine.code import Code
 from pdq.engine.compiled_product import fastest, supported
 from pdq.engine.forward import StockForward
 from pdq.engine.fused import FusedForward
 from pdq.engine.kv import TorchSlot
+from pdq.engine.load import load_engine
 from pdq.engine.model import replace
 from pdq.engine.probe import layout_of
 from pdq.engine.runner import TorchEngine
 from pdq.engine.siblings import families
 from tests.engine.pd import GREEDY, engine
-from tests.engine.tiny import COMPILED, CONFIGS, CONTEXT, compiled_model, tiny_model
+from tests.engine.tiny import COMPILED, CONFIGS, CONTEXT, compiled_model, save_tiny, tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALSO = {"llama linear", "llama dynamic"}  # the same code as those in COMPILED
@@ -164,3 +168,18 @@ def test_logits_in_bfloat16_are_not_rounded() -> None:
 
 def test_the_products_of_this_cpu_are_the_compiled_ones() -> None:
     assert supported(torch.float32) == supported(torch.bfloat16)
+
+
+def test_nothing_is_compiled_when_that_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path)
+    made: dict[str, list[int]] = {}
+    for choice in ("auto", "off"):
+        settings = DecodeSettings(redis_url="redis://localhost", model=str(folder), dtype="float32", compile=choice)
+        with monkeypatch.context() as patch:
+            if choice == "off":
+                patch.setattr(Code, "__init__", lambda *args: pytest.fail("something is compiled"))
+            it = load_engine(settings, folder)
+        assert isinstance(it, TorchEngine)
+        assert is_fused(it) == (choice == "auto")
+        made[choice] = [int(logits(it, ids, [3]).argmax()) for ids in texts(5, 8)]
+    assert made["auto"] == made["off"]
