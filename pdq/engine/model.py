@@ -43,8 +43,10 @@ def load_model(
 
     dtype: "bfloat16", "float16" or "float32". device: a torch device, e.g. "cpu" or "cuda:0". quantization: "none" or
     "int8", of the linear layers. trust_remote_code: run the Python code in the folder that config.json names, if it
-    does. compiled: may products be compiled for this CPU? Raises ModelUnsupported if the architecture cannot run over KV
-    slots or weights are missing, ConfigError if there is no such quantization here, OSError if the folder is incomplete.
+    does. compiled: may products be compiled for this CPU?
+
+    Raises ModelUnsupported if the architecture cannot run over KV slots or weights are missing, ConfigError if there is
+    no such quantization here, OSError if the folder is incomplete.
     """
     if quantization == "int8":
         require_int8(device)
