@@ -5,7 +5,7 @@ nine functions a layer, and nothing of Python in between. The jobs of all layers
 function; a forward fills in what is its own. The model's own modules still embed tokens and make the tables of
 positions.
 
-Owns the jobs and the memory between the functions. What it computes is compared with the stock forward by `runner`
+Owns the jobs and the memory between the functions. What it computes is compared with the stock forward by `forwards`
 before it is used.
 """
 
