@@ -1,10 +1,13 @@
 """The compiled attention of one new token per sequence over its KV: flash decoding (arXiv 2205.14135, 2311.01282).
 
 What is written here in `llvm`'s terms is, for each (sequence, kv head, `SPLIT` tokens), which any thread may take:
-scores of all query heads of the group, their maximum, the exponentials, and the weighted sum of V. So K and V are read
-once for all heads of a group, where they lie, and converted in registers. Whoever finishes the last split of a head
-brings the splits together. The splits depend on the sequence alone, and all sums have one order: neither the batch nor
-the number of threads changes a bit of the result.
+scores of all query heads of the group and their maximum, by `flash_scores`; then the exponentials, and beside them the
+weighted sum of V. So K and V are read once for all heads of a group, where they lie, and converted in registers.
+Whoever finishes the last split of a head brings the splits together. The splits depend on the sequence alone, and all
+sums have one order: neither the batch nor the number of threads changes a bit of the result.
+
+Memory is the limit, so it is never to wait: K, V and the next item's K are one stream, of which a piece some way ahead
+is asked for all the time. Farther ahead, or in bursts, a CPU drops what it is asked for; two streams are slower.
 
 Products are summed in float32. Called by `compiled`, which lays out the memory that `FIELDS` and `WRITE_FIELDS` name.
 """
@@ -12,11 +15,12 @@ Products are summed in float32. Called by `compiled`, which lays out the memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pdq.engine.flash_scores import QUAD, Scores
 from pdq.engine.llvm import FLOATS, INTS, LANES, Function, Variable, floats, ints
 
 # Small enough for K and V of a split to stay in a core's cache, and for one long sequence to occupy all cores.
@@ -32,8 +36,8 @@ FIELDS = (
 WRITE_FIELDS = (
     *("next", "planes", "source", "from_head", "from_piece", "heads", "size", "pieces", "capacities", "ends"),
 )
-_TOKENS = 4  # at once: more make more streams of loads than a CPU's prefetcher follows
-_REGISTERS = 16  # for what is kept of a block of heads
+_AHEAD = 7168  # bytes
+_REGISTERS = 24  # for what is kept of a block of heads
 _PER_PIECE = ("keys", "values", "capacities", "firsts", "ends")
 _MOST_VECTORS = 128  # of all heads of a group; beyond that the code becomes long
 _NOTHING = "zeroinitializer"
@@ -142,21 +146,26 @@ class _Attend:
         self._shape = shape
         self._key, self._value = _Rows(f, shape.dtype, shape.key_dim), _Rows(f, shape.dtype, shape.value_dim)
         self._stride = shape.partial_floats // shape.group
-        self._scores = f.room("float", shape.group * SPLIT)
-        self._query = f.room("float", shape.group * self._key.vectors * LANES)
+        self._scores = Scores(f, shape.dtype, shape.group, shape.key_dim, SPLIT)
         self._job = {name: f.number("%job", i) for i, name in enumerate(FIELDS) if i}
+        scale = f.real(self._job["scale"])
         with f.taking("%job", self._job["items"]) as number:
             item = _Item(f, self._job, number, shape, self._key, self._value)
-            self._load_query(item)
-            self._score(item)
-            tops = self._tops(item)
-            sums = self._weigh(item, tops)
+            self._scores.load_query(self._query(item), self._job["query_head"])
+            keys, values = (item.key, self._key), (item.value, self._value)
+            self._scores.fill(item.key, item.tokens, scale, lambda quad: self._fetch(item, quad, keys, values))
             part = f.at(f.pointer(self._job["partial"]), f.times(number, shape.partial_floats), "float")
-            for g in range(shape.group):
-                f.store(FLOATS, tops[g], self._of(part, g, self._value.vectors))
-                f.store(FLOATS, sums[g], self._of(part, g, self._value.vectors + 1))
-            self._add_values(item, self._following(item).key, part)
+            self._add_values(item, self._following(item), part)
+            for g, (top, total) in enumerate(zip(self._scores.tops(), self._scores.totals(), strict=True)):
+                f.store(FLOATS, top, self._of(part, g, self._value.vectors))
+                f.store(FLOATS, total, self._of(part, g, self._value.vectors + 1))
             self._finish(item)
+
+    def _query(self, item: _Item) -> str:
+        """Address of the group's first row."""
+        f, job = self.f, self._job
+        head = f.times(f.times(item.head, self._shape.group), job["query_head"])
+        return f.at(f.pointer(job["query"]), f.add(f.times(item.piece, job["query_piece"]), head), "i8")
 
     def _following(self, item: _Item) -> _Item:
         """What this thread takes next, if all are equally fast."""
@@ -169,87 +178,44 @@ class _Attend:
         return self.f.at(part, head * self._stride + vector * LANES, "float")
 
     def _blocks(self, vectors: int) -> list[range]:
-        """The heads of the group, as many at once as registers allow."""
-        size, group = max(1, _REGISTERS // vectors), self._shape.group
+        """The heads of the group, as many at once as registers allow, but about as many each time."""
+        most, group = max(1, _REGISTERS // vectors), self._shape.group
+        size = -(-group // -(-group // most))
         return [range(start, min(group, start + size)) for start in range(0, group, size)]
-
-    def _load_query(self, item: _Item) -> None:
-        f, job = self.f, self._job
-        scale = f.real(job["scale"])
-        head = f.times(f.times(item.head, self._shape.group), job["query_head"])
-        at = f.add(f.times(item.piece, job["query_piece"]), head)
-        for g in range(self._shape.group):
-            row = self._key.load(f.at(f.pointer(job["query"]), f.add(at, f.times(job["query_head"], g)), "i8"))
-            for j, vector in enumerate(row):
-                f.store(FLOATS, f.two("fmul", FLOATS, vector, scale), self._query_at(g, j))
-
-    def _query_at(self, head: int, vector: int) -> str:
-        return self.f.at(self._query, head * self._key.vectors + vector, FLOATS)
-
-    def _score_at(self, head: int, token: str) -> str:
-        return self.f.at(self._scores, self.f.add(token, head * SPLIT), "float")
 
     def _row(self, base: str, rows: _Rows, item: _Item, token: str) -> list[str]:
         """Row `token`, or the last one there is: memory beyond may not be ours."""
         f = self.f
         return rows.load(f.at(base, f.times(f.least(token, f.add(item.tokens, -1)), rows.size), "i8"))
 
-    def _score(self, item: _Item) -> None:
+    def _fetch(self, item: _Item, quad: str, now: tuple[str, _Rows], then: tuple[str, _Rows]) -> None:
+        """Ask for what lies ahead of the rows at `quad` of what is read now; past its end, of what is read then."""
         f = self.f
-        with f.loop(item.tokens, _TOKENS) as start:
-            self._fetch(item.value, self._value, start)
-            for heads in self._blocks(self._key.vectors):
-                queries = [[f.load(FLOATS, self._query_at(g, j)) for j in range(self._key.vectors)] for g in heads]
+        (base, rows), (next_base, next_rows) = now, then
+        ahead = f.add(quad, f.least(max(QUAD, _AHEAD // rows.size), item.tokens))
+        past = f.two("sub", "i64", ahead, item.tokens)
+        here = f.at(base, f.times(ahead, rows.size), "i8")
+        there = f.at(next_base, f.times(past, next_rows.size), "i8")
+        at = f.op(f"select i1 {f.two('icmp slt', 'i64', past, 0)}, ptr {here}, ptr {there}")
+        f.prefetch(at, QUAD * max(rows.size, next_rows.size))
 
-                def products(t: int, queries: list[list[str]] = queries, start: str = start) -> list[str]:
-                    row = self._row(item.key, self._key, item, f.add(start, t))
-                    return [_dot(f, row, query) for query in queries]
-
-                for g, found in zip(heads, _summed(f, products, 0, _TOKENS), strict=True):
-                    f.do(f"store <{_TOKENS} x float> {found}, ptr {self._score_at(g, start)}, align 4")
-
-    def _tops(self, item: _Item) -> list[str]:
-        """The largest score of each head, in all lanes. Scores of tokens that are not there become -inf."""
-        f = self.f
-        tops = [f.variable(_LEAST) for _ in range(self._shape.group)]
-        with f.loop(item.tokens, LANES) as start:
-            there = f.lanes_below(f.two("sub", "i64", item.tokens, start))
-            for g, top in enumerate(tops):
-                at = self._score_at(g, start)
-                score = f.choose(there, f.load(FLOATS, at), _LEAST)
-                f.store(FLOATS, score, at)
-                top.set(f.larger(score, top.get()))
-        return [f.fold(top.get(), f.larger) for top in tops]
-
-    def _weigh(self, item: _Item, tops: Sequence[str]) -> list[str]:
-        """Scores become weights; their sum for each head, in all lanes."""
-        f = self.f
-        sums = [f.variable(_NOTHING) for _ in tops]
-        with f.loop(item.tokens, LANES) as start:
-            for g, (top, total) in enumerate(zip(tops, sums, strict=True)):
-                at = self._score_at(g, start)
-                weight = f.exp2(f.two("fsub", FLOATS, f.load(FLOATS, at), top))
-                f.store(FLOATS, weight, at)
-                total.set(f.plus(total.get(), weight))
-        return [f.fold(total.get(), f.plus) for total in sums]
-
-    def _fetch(self, base: str, rows: _Rows, start: str) -> None:
-        """Memory is read while there is arithmetic to do: V during the scores, the next K during the sums of V."""
-        for t in range(_TOKENS):
-            self.f.prefetch(self.f.at(base, self.f.times(self.f.add(start, t), rows.size), "i8"), rows.size)
-
-    def _add_values(self, item: _Item, next_key: str, part: str) -> None:
-        f = self.f
-        for heads in self._blocks(self._value.vectors):
-            sums = {g: [f.variable(_NOTHING) for _ in range(self._value.vectors)] for g in heads}
-            with f.loop(item.tokens, _TOKENS) as start:
+    def _add_values(self, item: _Item, following: _Item, part: str) -> None:
+        f, value = self.f, self._value
+        for heads in self._blocks(value.vectors):
+            sums = {g: [f.variable(_NOTHING) for _ in range(value.vectors)] for g in heads}
+            if heads[0] == 0:
+                self._scores.weigh("0")
+            with f.loop(item.tokens, LANES) as start:
                 if heads[0] == 0:
-                    self._fetch(next_key, self._key, start)
-                for t in range(_TOKENS):
-                    token = f.add(start, t)
-                    row = self._row(item.value, self._value, item, token)
-                    for g in heads:
-                        _add_row(f, sums[g], f.spread(f.load("float", self._score_at(g, token))), row)
+                    self._scores.weigh(f.add(start, LANES))
+                with f.loop(f.least(f.two("sub", "i64", item.tokens, start), LANES), QUAD) as offset:
+                    quad = f.add(start, offset)
+                    if heads[0] == 0:
+                        self._fetch(item, quad, (item.value, value), (following.key, self._key))
+                    for t in range(QUAD):
+                        row = self._row(item.value, value, item, f.add(quad, t))
+                        for g in heads:
+                            _add_row(f, sums[g], self._scores.weight(g, quad, t), row)
             for g in heads:
                 for j, total in enumerate(sums[g]):
                     f.store(FLOATS, total.get(), self._of(part, g, j))
@@ -307,36 +273,6 @@ def write() -> Function:
     return f
 
 
-def _dot(f: Function, a: Sequence[str], b: Sequence[str]) -> str:
-    """Lanes still to be summed."""
-    total = f.two("fmul", FLOATS, a[0], b[0])
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = f.fma(x, y, total)
-    return total
-
-
 def _add_row(f: Function, sums: Sequence[Variable], weight: str, row: Sequence[str]) -> None:
     for total, x in zip(sums, row, strict=True):
         total.set(f.fma(weight, x, total.get()))
-
-
-def _summed(f: Function, products: Callable[[int], list[str]], first: int, count: int) -> list[str]:
-    """For each of the vectors that `products(token)` makes, one of `count` floats: each token's lanes summed."""
-    out = []
-    for vector in _halved(f, products, first, count):
-        width = LANES // count
-        while (width := width // 2) > 0:
-            vector = f.plus(vector, f.shuffle(vector, "poison", [i ^ width for i in range(LANES)]))
-        lanes = ", ".join(f"i32 {i * LANES // count}" for i in range(count))
-        out.append(f.op(f"shufflevector {FLOATS} {vector}, {FLOATS} poison, <{count} x i32> <{lanes}>"))
-    return out
-
-
-def _halved(f: Function, products: Callable[[int], list[str]], first: int, count: int) -> list[str]:
-    """Tokens side by side in one vector, each with its lanes summed to LANES / count."""
-    if count == 1:
-        return products(first)
-    half, width = count // 2, LANES // count
-    pairs = zip(_halved(f, products, first, half), _halved(f, products, first + half, half), strict=True)
-    lanes = [token * 2 * width + i for token in range(count) for i in range(width)]
-    return [f.plus(f.shuffle(a, b, lanes), f.shuffle(a, b, [i + width for i in lanes])) for a, b in pairs]

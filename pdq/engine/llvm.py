@@ -107,11 +107,11 @@ class Function:
     def shuffle(self, a: str, b: str, lanes: Sequence[int]) -> str:
         return self.op(f"shufflevector {FLOATS} {a}, {FLOATS} {b}, {INTS} <{', '.join(f'i32 {i}' for i in lanes)}>")
 
-    def lanes_below(self, count: str) -> str:
-        """A mask of the first `count` lanes; none if it is not positive."""
+    def lanes_below(self, count: str, places: Sequence[int] = range(LANES)) -> str:
+        """A mask of the first `count` lanes, or of those whose place is below it; none if it is not positive."""
         one = self.op(f"insertelement {_PLACES} poison, i64 {count}, i32 0")
         counts = self.op(f"shufflevector {_PLACES} {one}, {_PLACES} poison, {INTS} zeroinitializer")
-        return self.two("icmp slt", _PLACES, f"<{', '.join(f'i64 {i}' for i in range(LANES))}>", counts)
+        return self.two("icmp slt", _PLACES, f"<{', '.join(f'i64 {i}' for i in places)}>", counts)
 
     def prefetch(self, address: str, size: int) -> None:
         """Ask for `size` bytes that will be read soon. Any address will do."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdq.engine import compiled, compiled_chunk, kernels
+from pdq.engine import compiled, compiled_chunk, flash, flash_scores, kernels, llvm
 from pdq.engine.attention import Step
 from pdq.engine.base import Segment
+from pdq.engine.code import Code
 from pdq.engine.compiled import Batch
 from pdq.engine.flash import SPLIT, Shape
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
@@ -88,6 +89,33 @@ def test_it_is_at_least_as_near_to_exact_as_torchs_kernel(
     if dtype is torch.bfloat16:
         theirs = [float((them - it).norm() / it.norm()) for them, it in zip(torchs, right, strict=True)]
         assert sum(errors) <= 1.001 * sum(theirs)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 64, 64), (9, 1, 80, 80), (6, 1, 192, 8)], ids=str)
+def test_without_an_instruction_for_pairs_results_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]
+) -> None:
+    group, kv_heads, key_dim, value_dim = shape
+    layer = LayerShape(kv_heads, key_dim, value_dim)
+    slots = [slot_of(length, layer, torch.bfloat16) for length in LENGTHS]
+    query = torch.randn((1, group * kv_heads, len(slots), key_dim)).bfloat16()
+    with_it = attend(slots, layer, query)
+    for module in (llvm, flash_scores):
+        monkeypatch.setattr(module, "has_pair_products", lambda: False)
+    made = Code([flash.attend(Shape(torch.bfloat16, group, *shape[1:]))])
+    monkeypatch.setattr(compiled, "attention", lambda shape: made.address("attend"))
+    torch.testing.assert_close(attend(slots, layer, query), with_it, rtol=0.008, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, SPLIT + 5])
+@pytest.mark.parametrize("group", [1, 2, 3, 5])
+def test_a_head_whose_query_is_not_a_number_spoils_no_other(group: int, tokens: int) -> None:
+    layer = LayerShape(1, 64, 64)
+    query = torch.randn((1, group, 1, 64)).bfloat16()
+    query[0, group // 2] = float("nan")
+    found = attend([slot_of(tokens, layer, torch.bfloat16)], layer, query)[0, 0]
+    assert torch.isnan(found).all(-1).tolist() == [head == group // 2 for head in range(group)]
+    assert torch.isfinite(found).all(-1).tolist() == [head != group // 2 for head in range(group)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
