@@ -33,8 +33,8 @@ class CompiledInt8Product:
         self.dtype = dtype
         self.outputs, self.inputs = levels.shape
         self._weight = blocked(levels)
-        self.blocks, self._steps = self._weight.shape[:2]
-        self.row_bytes = self._steps * 4  # of a row of the input as bytes
+        self.blocks, self.steps = self._weight.shape[:2]
+        self.row_bytes = self.steps * 4  # of a row of the input as bytes
         self._scales = scales.float().contiguous()
         self._zeros = (levels.sum(1, dtype=torch.int32) * ZERO).contiguous()
         self._columns = columns.float().contiguous()
@@ -44,7 +44,7 @@ class CompiledInt8Product:
     def fields(self) -> dict[str, int]:
         """What is the same in every call, by the names of `gemm`."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        weight = {"weight": self._weight.data_ptr(), "bias": bias, "steps": self._steps, "outputs": self.outputs}
+        weight = {"weight": self._weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
         return {**weight, "scales": self._scales.data_ptr(), "zeros": self._zeros.data_ptr()}
 
     @property
@@ -66,7 +66,7 @@ class CompiledInt8Product:
             given = {"rows": n, "x": rows.data_ptr(), "x_row": self.inputs * size}
             team.run(levels_address(self.dtype), LEVELS_FIELDS, {**given, **made, **self.levels_fields}, 1)
             threads = useful_threads(rows.numel() * self.outputs)
-            cut = Cut.of(n, self.blocks, threads)
+            cut = Cut.of(n, self.blocks, self.steps, threads)
             at = {"x": levels.data_ptr(), "x_row": self.row_bytes, "row_scales": scales.data_ptr()}
             to = {"out": out.data_ptr(), "out_row": self.outputs * size, "wide": 0}
             team.run(self.address(cut.height), BYTE_FIELDS, {**at, **to, **cut.fields, **self.fields}, threads)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from pdq.engine import team
 from pdq.engine.code import Code
-from pdq.engine.gemm import BLOCK, FIELDS, MOST_ROWS, product
+from pdq.engine.gemm import AHEAD, BLOCK, FIELDS, MOST_ROWS, product
 from pdq.engine.packed import Product, bfloat16, can_pack, stacked
 
 log = logging.getLogger(__name__)
@@ -40,21 +40,24 @@ class Cut:
     per_group: int
     groups: int
     items: int
+    ahead: int
 
     @classmethod
-    def of(cls, rows: int, blocks: int, threads: int) -> Cut:
+    def of(cls, rows: int, blocks: int, steps: int, threads: int) -> Cut:
+        """blocks, steps: of the weight."""
         if not rows:
-            return cls(1, 0, 0, 0, 1, 0)
+            return cls(1, 0, 0, 0, 1, 0, AHEAD)
         tiles = -(-rows // MOST_ROWS)
         height = -(-rows // tiles)
         groups = min(tiles, max(1, -(-_ITEMS * threads // blocks)))
         per_group = -(-tiles // groups)
         groups = -(-tiles // per_group)
-        return cls(height, rows, tiles, per_group, groups, blocks * groups)
+        ahead = AHEAD if per_group == 1 else threads * steps * BLOCK * 4
+        return cls(height, rows, tiles, per_group, groups, blocks * groups, ahead)
 
     @property
     def fields(self) -> dict[str, int]:
-        names = ("rows", "tiles", "per_group", "groups", "items")
+        names = ("rows", "tiles", "per_group", "groups", "items", "ahead")
         return {name: getattr(self, name) for name in names}
 
 
@@ -65,14 +68,14 @@ class CompiledProduct:
         self.dtype = weight.dtype
         self.outputs, self.inputs = weight.shape
         self._weight = blocked(weight)
-        self.blocks, self._steps = self._weight.shape[:2]
+        self.blocks, self.steps = self._weight.shape[:2]
         self._bias = None if bias is None else bias.float().contiguous()
 
     @property
     def fields(self) -> dict[str, int]:
         """What is the same in every call, by the names of `gemm`."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        return {"weight": self._weight.data_ptr(), "bias": bias, "steps": self._steps, "outputs": self.outputs}
+        return {"weight": self._weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
 
     def address(self, height: int) -> int:
         """Of the function for tiles of that many rows."""
@@ -83,7 +86,7 @@ class CompiledProduct:
         out = x.new_empty((*x.shape[:-1], self.outputs))
         if len(rows):
             threads = useful_threads(rows.numel() * self.outputs)
-            cut = Cut.of(len(rows), self.blocks, threads)
+            cut = Cut.of(len(rows), self.blocks, self.steps, threads)
             at = {"x": rows.data_ptr(), "x_row": self.inputs * x.itemsize}
             to = {"out": out.data_ptr(), "out_row": self.outputs * x.itemsize, "wide": 0}
             team.run(self.address(cut.height), FIELDS, {**at, **to, **cut.fields, **self.fields}, threads)

@@ -18,16 +18,17 @@ BLOCK = 32  # outputs
 MOST_ROWS = 12  # of a tile: with BLOCK outputs their sums fill the registers of AVX-512
 # int64 each. x, out: rows of numbers, `x_row` and `out_row` bytes from one to the next; wide: is `out` float32 whatever
 # x is? weight: as `CompiledProduct` lays it out; bias: float32, or 0. steps: along the inputs, of one float32 or two
-# bfloat16 or four bytes. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs.
+# bfloat16 or four bytes. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs. ahead: how
+# far the last tile of an item asks ahead: AHEAD, or from one block to the next one of the thread.
 FIELDS = (
-    *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group"),
+    *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group", "ahead"),
     *("weight", "bias", "steps", "outputs"),
 )
 # Of a product of bytes, where x is unsigned with zero at 128: scales: float32, of each output; zeros: int32, of each
 # output what the product of its weights with zero is; row_scales: float32, of each row of x.
 BYTE_FIELDS = (*FIELDS, "scales", "zeros", "row_scales")
 _UNROLLED = 4
-_AHEAD = 2048  # bytes of the weight to ask for before they are needed
+AHEAD = 12288  # bytes of the weight to ask for before they are needed: so much as arrives while rows are multiplied
 
 
 class _Product:
@@ -46,9 +47,12 @@ class _Product:
             count = f.least(job["per_group"], f.two("sub", "i64", job["tiles"], first))
             with f.loop(count) as i:
                 last = f.two("sub", "i64", job["rows"], height)
-                self._tile(block, f.least(f.times(f.add(first, i), height), last))
+                is_last = f.two("icmp eq", "i64", f.add(i, 1), count)
+                ahead = f.op(f"select i1 {is_last}, i64 {job['ahead']}, i64 {AHEAD}")
+                self._tile(block, f.least(f.times(f.add(first, i), height), last), ahead)
 
-    def _tile(self, block: str, row: str) -> None:
+    def _tile(self, block: str, row: str, ahead: str) -> None:
+        """ahead: what to ask for while this is computed. The weights of earlier tiles of a block are there already."""
         f, job = self.f, self._job
         weight = f.pointer(f.add(job["weight"], f.times(f.times(block, job["steps"]), BLOCK * 4)))
         rows = [f.pointer(f.add(job["x"], f.times(job["x_row"], f.add(row, r)))) for r in range(self._height)]
@@ -56,15 +60,15 @@ class _Product:
         whole = f.two("and", "i64", job["steps"], -_UNROLLED)
         with f.loop(whole, _UNROLLED) as step:
             for i in range(_UNROLLED):
-                self._step(weight, rows, sums, f.add(step, i))
+                self._step(weight, rows, sums, f.add(step, i), ahead)
         with f.loop(f.two("sub", "i64", job["steps"], whole)) as step:
-            self._step(weight, rows, sums, f.add(whole, step))
+            self._step(weight, rows, sums, f.add(whole, step), ahead)
         self._finish(block, row, sums)
 
-    def _step(self, weight: str, rows: list[str], sums: list[list[Variable]], step: str) -> None:
+    def _step(self, weight: str, rows: list[str], sums: list[list[Variable]], step: str, ahead: str) -> None:
         f = self.f
         at = f.at(weight, f.times(step, BLOCK * 4), "i8")
-        f.prefetch(f.at(at, _AHEAD, "i8"), BLOCK * 4)
+        f.prefetch(f.at(at, ahead, "i8"), BLOCK * 4)
         places = [f.at(at, i * LANES * 4, "i8") for i in range(BLOCK // LANES)]
         weights = [f.op(f"load {self._vectors()}, ptr {place}, align 64") for place in places]
         for row, totals in zip(rows, sums, strict=True):

@@ -78,11 +78,11 @@ class Linear:
             jobs.set(-1, rows=rows if last is None else last)
             before = [Call(compiled_int8.levels_address(first.dtype), jobs)]
             given, more = at(x=levels), {"row_scales": scales["scales"]}
-        cut = Cut.of(rows, first.blocks, threads)
+        cut = Cut.of(rows, first.blocks, first.steps, threads)
         jobs = self._jobs.filled(**given, **at(out=out), **more, wide=out.dtype is torch.float32, **cut.fields)
         functions: Numbers = np.full(jobs.layers, first.address(cut.height))
         if last is not None and last != rows:
-            cut = Cut.of(last, first.blocks, threads)
+            cut = Cut.of(last, first.blocks, first.steps, threads)
             jobs.set(-1, **cut.fields)
             functions[-1] = first.address(cut.height)
         return [*before, Call(functions, jobs)]

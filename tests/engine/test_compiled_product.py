@@ -88,12 +88,12 @@ def test_the_shape_of_the_input_is_kept() -> None:
 @pytest.mark.parametrize("blocks", [1, 3, 100])
 def test_every_tile_is_in_one_item(blocks: int, threads: int) -> None:
     for rows in (1, 11, 12, 13, 25, 100, 1000):
-        cut = Cut.of(rows, blocks, threads)
+        cut = Cut.of(rows, blocks, 8, threads)
         assert cut.height <= min(rows, MOST_ROWS)
         assert (cut.tiles - 1) * cut.height < rows <= cut.tiles * cut.height
         assert (cut.groups - 1) * cut.per_group < cut.tiles <= cut.groups * cut.per_group
         assert cut.items == blocks * cut.groups
-    assert Cut.of(0, blocks, threads).items == 0
+    assert Cut.of(0, blocks, 8, threads).items == 0
 
 
 def test_layers_it_cannot_do_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
