@@ -201,13 +201,11 @@ class _Attend:
 
     def _add_values(self, item: _Item, following: _Item, part: str) -> None:
         f, value = self.f, self._value
-        for heads in self._blocks(value.vectors):
-            sums = {g: [f.variable(_NOTHING) for _ in range(value.vectors)] for g in heads}
-            if heads[0] == 0:
-                self._scores.weigh("0")
-            with f.loop(item.tokens, LANES) as start:
-                if heads[0] == 0:
-                    self._scores.weigh(f.add(start, LANES))
+        sums = [[f.variable(_NOTHING) for _ in range(value.vectors)] for _ in range(self._shape.group)]
+        self._scores.weigh("0")
+        with f.loop(item.tokens, LANES) as start:
+            self._scores.weigh(f.add(start, LANES))  # ahead, so that nothing waits for it
+            for heads in self._blocks(value.vectors):
                 with f.loop(f.least(f.two("sub", "i64", item.tokens, start), LANES), QUAD) as offset:
                     quad = f.add(start, offset)
                     if heads[0] == 0:
@@ -216,9 +214,9 @@ class _Attend:
                         row = self._row(item.value, value, item, f.add(quad, t))
                         for g in heads:
                             _add_row(f, sums[g], self._scores.weight(g, quad, t), row)
-            for g in heads:
-                for j, total in enumerate(sums[g]):
-                    f.store(FLOATS, total.get(), self._of(part, g, j))
+        for g, totals in enumerate(sums):
+            for j, total in enumerate(totals):
+                f.store(FLOATS, total.get(), self._of(part, g, j))
 
     def _finish(self, item: _Item) -> None:
         """The last one to come brings the splits of a head together."""
