@@ -88,6 +88,7 @@ def _table(summary: Summary) -> list[str]:
         ("ITL", summary.itl_ms),
         ("E2E", summary.e2e_ms),
     ]
+    rows += [(f"TTFT turn {turn}", ms) for turn, ms in summary.ttft_by_turn_ms.items()]
     if found := summary.interference:
         rows += [("ITL quiet", found.itl_quiet_ms), ("ITL loaded", found.itl_loaded_ms)]
         rows += [("TTFT long", found.long_ttft_ms)]

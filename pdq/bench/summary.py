@@ -78,6 +78,7 @@ class Summary:
     e2e_ms: Stats | None
     goodput: Goodput | None = None
     interference: Interference | None = None
+    ttft_by_turn_ms: dict[int, Stats] = field(default_factory=dict)  # of conversations with more than one, from 1 on
     sent_late_ms: Stats | None = None
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -133,6 +134,7 @@ def summarize(records: Sequence[Record], limits: Mapping[str, float], sent_late:
         e2e_ms=stats([r.e2e for r in good]),
         goodput=_goodput(steady, limits, duration) if limits else None,
         interference=_interference(good, long) if long else None,
+        ttft_by_turn_ms=_by_turn(good),
         sent_late_ms=stats(sent_late),
         examples={r.error: r.detail for r in reversed(records) if not r.ok},
     )
@@ -173,6 +175,12 @@ def _interference(steady: Sequence[Record], long: Sequence[Record]) -> Interfere
         long_errors=_errors(long),
         long_ttft_ms=stats(_given([r.ttft for r in long if r.ok])),
     )
+
+
+def _by_turn(records: Sequence[Record]) -> dict[int, Stats]:
+    turns = sorted({r.turn for r in records})
+    found = {turn + 1: stats(_given([r.ttft for r in records if r.turn == turn])) for turn in turns}
+    return {turn: ms for turn, ms in found.items() if ms} if len(turns) > 1 else {}
 
 
 def _merged(windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -115,6 +115,19 @@ def test_a_gap_is_loaded_if_it_overlaps_the_life_of_a_long_prompt() -> None:
     assert (summary.requests, summary.errors, summary.duration_s) == (1, {}, 9.0)
 
 
+def test_turns_of_a_conversation_have_a_ttft_each() -> None:
+    later = replace(ONE, turn=1, chunks=tuple(c + 0.25 for c in ONE.chunks))
+    settings = BenchSettings(shape="multi-turn")
+    summary = summarize([ONE, later, replace(FAILED, turn=2)], {})
+    assert summary.ttft_by_turn_ms == {1: stats([0.5]), 2: stats([0.75])}
+    assert summarize([ONE, ONE], {}).ttft_by_turn_ms == {}
+    lines = report(settings, "tiny", 7, summary, []).splitlines()
+    assert [line.split()[:5] for line in lines if line.startswith("TTFT turn")] == [
+        ["TTFT", "turn", "1", "500.00", "500.00"],
+        ["TTFT", "turn", "2", "750.00", "750.00"],
+    ]
+
+
 def test_nothing_measured_is_nothing_and_no_division() -> None:
     summary = summarize([], {"ttft": 1.0})
     assert (summary.requests, summary.duration_s, summary.requests_per_s, summary.ttft_ms) == (0, 0.0, 0.0, None)
