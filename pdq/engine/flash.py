@@ -36,7 +36,8 @@ FIELDS = (
 WRITE_FIELDS = (
     *("next", "planes", "source", "from_head", "from_piece", "heads", "size", "pieces", "capacities", "ends"),
 )
-_AHEAD = 7168  # bytes
+_AHEAD = 7168  # bytes; a whole item's K or V where that is less than `_SHORT`: it stays in the nearest cache
+_SHORT = 32768
 _REGISTERS = 24  # for what is kept of a block of heads
 _PER_PIECE = ("keys", "values", "capacities", "firsts", "ends")
 _MOST_VECTORS = 128  # of all heads of a group; beyond that the code becomes long
@@ -192,7 +193,9 @@ class _Attend:
         """Ask for what lies ahead of the rows at `quad` of what is read now; past its end, of what is read then."""
         f = self.f
         (base, rows), (next_base, next_rows) = now, then
-        ahead = f.add(quad, f.least(max(QUAD, _AHEAD // rows.size), item.tokens))
+        short = f.two("icmp sle", "i64", item.tokens, _SHORT // rows.size)
+        way = f.op(f"select i1 {short}, i64 {item.tokens}, i64 {_AHEAD // rows.size}")
+        ahead = f.add(quad, way)
         past = f.two("sub", "i64", ahead, item.tokens)
         here = f.at(base, f.times(ahead, rows.size), "i8")
         there = f.at(next_base, f.times(past, next_rows.size), "i8")
