@@ -68,6 +68,9 @@ class Segment:
     history: all tokens before that one, prompt and `position` of the completion; wanted where `sample.counts_tokens`.
     An array("q") is read fastest. scores: a list that gets the Scores of the sampled token, where `sample.logprobs`
     wants them; nothing is added where no token was sampled.
+    drafts: that many of the last `token_ids` are guesses at the tokens that will be sampled. further: an empty list,
+    wanted with drafts, that gets the tokens after the first one: as many as drafts came true. They, and their scores,
+    are what single steps would have given; position and history are those of the first one.
     """
 
     slot: Slot
@@ -76,6 +79,8 @@ class Segment:
     position: int = 0
     history: Sequence[int] | None = None
     scores: list[Scores] | None = None
+    drafts: int = 0
+    further: list[int] | None = None
 
 
 class NoRoom(Exception):
@@ -111,6 +116,9 @@ class Engine(Protocol):
         Segments are ragged: prefill chunks and decode steps (one token) may be mixed; a slot occurs at most once.
         The result for a segment does not depend on its neighbours (up to float rounding of the backend). None where a
         token was wanted: the logits of that segment are not numbers, and its KV is worth nothing.
+
+        A slot's length ends before the KV of drafts that did not come true; where a segment with drafts gives None it
+        is as it was, since the guesses may have spoilt it. Raises ValueError for segments that cannot be computed.
         """
         ...
 

@@ -119,6 +119,11 @@ class TorchSlot:
                 group[:, :, :, start:stop].zero_()
             self._zeroed = stop
 
+    def forget(self, count: int) -> None:
+        """Drop the last `count` tokens. Nobody may read what they left behind: it need not be numbers."""
+        self.length -= count
+        self._zeroed = min(self._zeroed, self.length)
+
     def export(self, start: int, stop: int, size: int, headroom: int) -> list[memoryview]:
         """See `engine.base.Engine.export`. Runs of full size share one allocation."""
         self._check_range(start, stop, self.length)

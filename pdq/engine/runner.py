@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdq.engine import drafted
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.choice import choose
 from pdq.engine.forwards import fastest_forward
@@ -125,11 +126,16 @@ class TorchEngine:
             tokens = choose(logits, [segments[i] for i in wanted], self.spec.eos_ids) if wanted else []
         for i, token in zip(wanted, tokens, strict=True):
             out[i] = token
+            if segments[i].drafts:
+                _own(segments[i].slot).forget(drafted.dropped(segments[i], token))
         return out
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Like `forward`, but float32 logits `[n, vocab]` of the segments that want a sample, in order."""
+        """Like `forward`, but float32 logits `[n, vocab]` of the segments that want a sample, in order.
+
+        n: one a segment and one for each of its drafts, all of which are taken to be right.
+        """
         return self._compute(segments).float()
 
     def _compute(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -146,7 +152,12 @@ class TorchEngine:
             ids += tokens
             positions += range(slots[i].length, slots[i].length + len(tokens))
             last_row[i] = len(ids) - 1
-        keep = [last_row[i] for i, s in enumerate(segments) if s.sample is not None]
+        keep = [
+            row
+            for i, s in enumerate(segments)
+            if s.sample is not None
+            for row in range(last_row[i] - s.drafts, last_row[i] + 1)
+        ]
         pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
         logits = self._forward(pieces, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
@@ -180,6 +191,7 @@ class TorchEngine:
         if not segments or len({id(slot) for slot in slots}) != len(slots):
             raise ValueError("a forward takes at least one segment, and each slot once")
         for slot, segment in zip(slots, segments, strict=True):
+            drafted.check(segment)
             tokens = segment.token_ids
             if not tokens or slot.length + len(tokens) > slot.capacity:
                 raise ValueError(f"{len(tokens)} tokens for a slot that holds {slot.length} of {slot.capacity}")

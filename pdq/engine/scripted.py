@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from pdq.engine import drafted
 from pdq.engine.base import EngineSpec, NoRoom, Scores, Segment, Slot
 from pdq.errors import ConfigError
 from pdq.messages import SamplingParams
@@ -81,6 +82,10 @@ class ScriptedSlot:
             self.sums.append(state)
         self.tokens += token_ids
         self.length += len(token_ids)
+
+    def forget(self, count: int) -> None:
+        self.length -= count
+        del self.tokens[self.length :], self.sums[self.length :]
 
 
 class ScriptedEngine:
@@ -143,18 +148,30 @@ class ScriptedEngine:
 
     @staticmethod
     def _holds(token: int, segments: Sequence[Segment]) -> bool:
-        return token >= 0 and any(token in s.token_ids or token in _own(s.slot).tokens for s in segments)
+        def known(s: Segment) -> Sequence[int]:
+            return s.token_ids[: len(s.token_ids) - s.drafts]
+
+        return token >= 0 and any(token in known(s) or token in _own(s.slot).tokens for s in segments)
 
     def _forward(self, segment: Segment) -> int | None:
         slot = _own(segment.slot)
+        drafted.check(segment)
         if slot.length + len(segment.token_ids) > slot.capacity:
             raise ValueError("the slot is full")
         slot.extend(segment.token_ids)
         if segment.sample is None:
             return None
-        token = self._token(segment, segment.sample, slot.sums[-1])
-        if segment.sample.logprobs is not None and segment.scores is not None:
-            segment.scores.append(_scores(token, segment.sample.logprobs, slot.sums[-1]))
+        rows = drafted.rows(segment)
+        states = slot.sums[slot.length - len(rows) :]
+        tokens = [self._sampled(row, segment.sample, state) for row, state in zip(rows, states, strict=True)]
+        token = drafted.settle(segment, rows, tokens)
+        slot.forget(drafted.dropped(segment, token))
+        return token
+
+    def _sampled(self, row: Segment, params: SamplingParams, state: int) -> int:
+        token = self._token(row, params, state)
+        if params.logprobs is not None and row.scores is not None:
+            row.scores.append(_scores(token, params.logprobs, state))
         return token
 
     def _token(self, segment: Segment, params: SamplingParams, state: int) -> int:
