@@ -218,13 +218,15 @@ class AsyncClient:
         tenant: str = "",
         cache: str = "on",
         cache_salt: str = "",
+        speculation: str | None = None,
         **sampling: Any,
     ) -> Handle:
         """Queue a request: exactly one of `prompt`, `messages`, `token_ids`, and SamplingParams' fields as keywords.
 
         lane: "high", "normal" or "batch". timeout: seconds to the last token. queue_timeout: seconds until a worker
         takes it, 0 for no limit. id: chosen by the caller; submitting the same request with the same id (or idempotency
-        key) again gives the first one. No seed means a random one.
+        key) again gives the first one. No seed means a random one. speculation: "ngram" or "off": may decode guess
+        tokens that repeat the text, and check several at once? It changes no token; None: as the workers are set.
 
         tenant: whose request this is; prefixes and idempotency keys are shared within a tenant only. It is taken on
         trust, since who has the pool's Redis can read everything: the gateway takes it from the API key. cache_salt:
@@ -241,7 +243,7 @@ class AsyncClient:
         request = make_request(
             id=name, prompt=prompt, messages=messages, token_ids=token_ids,
             model=model, lane=lane, timeout=timeout, queue_timeout=queue_timeout, tenant=tenant,
-            cache=cache, cache_salt=cache_salt, sampling=sampling,
+            cache=cache, cache_salt=cache_salt, speculation=speculation, sampling=sampling,
         )  # fmt: skip
         await self._submit(request, fresh_seed=sampling.get("seed") is None)
         return Handle(self, request.id, timeout=timeout)

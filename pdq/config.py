@@ -207,6 +207,12 @@ class DecodeSettings(WorkerSettings):
     """`pdq worker decode`."""
 
     max_batch: int = setting(16, "Sequences decoded together.", low=1, high=1024)
+    speculation: str = setting(
+        "off",
+        "Requests that do not say: ngram guesses tokens from repetitions in the text and checks them together.",
+        choices=("off", "ngram"),
+    )
+    draft_tokens: int = setting(4, "Most guessed tokens of a sequence in a step.", low=1, high=64)
     flush_ms: float = setting(20.0, "Tokens are written to the reply stream at most this often.", low=0, high=1000)
     publish_decode: str = setting(
         "always", "Whose finished blocks decode stores for the next turn.", choices=("always", "chat", "off")

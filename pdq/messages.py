@@ -96,6 +96,7 @@ class Request:
     timeout: seconds from submit to the last token. queue_timeout: seconds until a worker takes it, 0 for no limit.
     tenant: separates prefix caches: the salt of the hash chain, which names nobody (prefix.salt).
     cache: "off": the prompt's KV is neither looked for nor left for others.
+    speculation: "ngram" or "off", how decode may guess ahead, which changes no token; None: as the worker is set.
     model: served model name; "" means the one the pool serves.
     """
 
@@ -110,6 +111,7 @@ class Request:
     tenant: str = ""
     queue_timeout: float = 0.0
     cache: str = "on"
+    speculation: str | None = None
 
     @property
     def cost(self) -> int:

@@ -9,7 +9,9 @@ import asyncio
 import math
 import time
 from array import array
+from itertools import islice
 
+from pdq.drafts import Drafter
 from pdq.engine.base import Scores, Segment, Slot
 from pdq.generation import Generation
 from pdq.kv_transfer import Prefix
@@ -40,30 +42,54 @@ class Sequence:
         self.tokens: list[int] = []  # sampled since
         self.scores: list[Scores] = []  # of those, if they are wanted
         self.history: array[int] | None = None  # prompt and completion, if they are wanted
+        self.drafter: Drafter | None = None  # if the request wants one
         self.text = ""
         self.finish_reason: str | None = None
         self.joined = time.monotonic()
         self.written = self.joined if self.sent else -math.inf  # when the latest event was made; what is first is late
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def segment(self) -> Segment:
+    def segment(self, room: int = 0) -> Segment:
+        """What to compute next. room: for how many drafts."""
         if len(self.feed) > REPLAY_CHUNK:
             return Segment(self.slot, self.feed[:REPLAY_CHUNK])
         params = self.running.job.request.sampling
         scores: list[Scores] | None = None if params.logprobs is None else []
-        return Segment(self.slot, self.feed, params, self.generation.count, self.history, scores)
+        if not (drafts := self._drafts(room)):
+            return Segment(self.slot, self.feed, params, self.generation.count, self.history, scores)
+        fed = [*self.feed, *drafts]
+        return Segment(self.slot, fed, params, self.generation.count, self.history, scores, len(drafts), [])
+
+    def _drafts(self, room: int) -> list[int]:
+        """Never more than the completion may still have after the next token: the slot holds no others."""
+        if self.drafter is None or len(self.feed) > 1:
+            return []
+        return self.drafter.propose(min(room, self.generation.max_new - self.generation.count - 1))
 
     def advance(self, segment: Segment, token: int | None) -> None:
         """Account for a forward over `segment`, which begins the feed."""
-        fed = len(segment.token_ids)
+        fed = len(segment.token_ids) - segment.drafts
         if fed < len(self.feed):
             self.feed = self.feed[fed:]
             return
+        if token is None and segment.drafts:  # by a guess, perhaps: the next step says
+            self.drafter = None
+            return
         if token is None:
             raise RuntimeError("the model's logits are not finite")
+        made = [token, *(segment.further or ())]
+        if self.drafter is not None and segment.drafts:
+            self.drafter.learn(len(made) - 1)
+        scores = iter(segment.scores or ())
+        for one in made:
+            self._push(one)
+            self.scores += islice(scores, 1)
+            if self.finish_reason is not None:
+                break  # drafts know nothing of ends: what comes after one is not part of the text
+
+    def _push(self, token: int) -> None:
         step = self.generation.push(token)
         self.tokens.append(token)
-        self.scores += segment.scores or ()
         if self.history is not None:
             self.history.append(token)
         self.text += step.text

@@ -21,6 +21,7 @@ MAX_STOP_CHARS = 1024
 MAX_ID_CHARS = 128
 MAX_SALT_CHARS = 1024
 CACHE = ("on", "off")
+SPECULATION = ("ngram", "off")
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and stop_token_ids: each costs time in every step
@@ -58,6 +59,7 @@ def make_request(
     tenant: str,
     cache: str,
     cache_salt: str,
+    speculation: str | None,
     sampling: Mapping[str, Any],
 ) -> Request:
     """A checked request. Raises InvalidRequest."""
@@ -67,6 +69,8 @@ def make_request(
         raise _wrong("cache_salt", f"at most {MAX_SALT_CHARS} characters are allowed")
     if cache not in CACHE:
         raise _wrong("cache", f"one of {', '.join(CACHE)} is wanted, got {cache!r}")
+    if speculation is not None and speculation not in SPECULATION:
+        raise _wrong("speculation", f"one of {', '.join(SPECULATION)} is wanted, got {speculation!r}")
     if not 0 < len(id) <= MAX_ID_CHARS or not id.isascii() or not id.isprintable() or set(id) & set("{} "):
         raise _wrong("id", f"1 to {MAX_ID_CHARS} printable ASCII characters other than space and braces are allowed")
     if lane not in LANES:
@@ -83,7 +87,7 @@ def make_request(
     return Request(
         id=id, sampling=make_sampling(sampling), prompt=prompt, messages=_messages(messages),
         token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout),
-        tenant=salt(tenant, cache_salt), queue_timeout=float(queue_timeout), cache=cache,
+        tenant=salt(tenant, cache_salt), queue_timeout=float(queue_timeout), cache=cache, speculation=speculation,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The decode worker: one batch of running completions, one token each a step.
+"""The decode worker: one batch of running completions, one token each a step, or several where drafts come true.
 
     handoff -> KV blocks and tail into a slot -> joins the batch at the next step -> tokens to the reply stream, in
     events written at most every `flush_ms` -> terminal event
@@ -21,14 +21,15 @@ from typing import Any
 
 from pdq.config import DecodeSettings
 from pdq.connection import RedisError
+from pdq.drafts import Drafter
 from pdq.engine.base import Segment
 from pdq.errors import PdqError, RequestFailed
 from pdq.generation import Generation, max_new_tokens
 from pdq.lease import Running
-from pdq.messages import Event, Handoff
+from pdq.messages import Event, Handoff, Request
 from pdq.program import Parts, run_program
 from pdq.queue import Job
-from pdq.sequence import Sequence
+from pdq.sequence import REPLAY_CHUNK, Sequence
 from pdq.worker import RETRY_SECONDS, retried
 from pdq.write_back import WriteBack
 
@@ -130,10 +131,15 @@ class DecodeStage:
                 return None
             sequence = Sequence(running, handoff, slot, generation, tokens, chain)
             sequence.history = array("q", tokens) if sampling.counts_tokens else None
+            sequence.drafter = self._drafter(job.request, tokens)
             return sequence
         except BaseException:
             parts.slots.close(slot)
             raise
+
+    def _drafter(self, request: Request, tokens: list[int]) -> Drafter | None:
+        wanted = self._settings.speculation if request.speculation is None else request.speculation
+        return Drafter(tokens, self._settings.draft_tokens) if wanted == "ngram" else None
 
     async def _sent_back(self, running: Running, missing: int) -> bool:
         """KV of `missing` tokens is gone: is the job back in prefill (True), or to be gone on with here (False)?
@@ -189,7 +195,7 @@ class DecodeStage:
                 sequence.end(e)
         self._batch = [s for s in self._batch if not s.outcome.done()]
         batch = list(self._batch)  # others join meanwhile
-        segments = [s.segment() for s in batch]
+        segments = self._segments(batch)
         if not segments:
             return
         try:
@@ -203,9 +209,27 @@ class DecodeStage:
         if any(s.tokens for s in batch):
             self._to_write.set()
 
-    async def _step_alone(self, batch: list[Sequence]) -> None:
-        """A failed forward has changed no slot's length: whoever fails again when alone was the cause."""
+    def _segments(self, batch: list[Sequence]) -> list[Segment]:
+        """With drafts in the rows that the sequences leave free: more of them would slow everybody down."""
+        left = self._settings.max_batch - sum(min(len(s.feed), REPLAY_CHUNK) for s in batch)
+        if len(batch) == 1:
+            left = self._settings.draft_tokens  # there is nobody else
+        drafting, segments = sum(s.drafter is not None for s in batch), []
         for sequence in batch:
+            room = 0
+            if sequence.drafter is not None:
+                room, drafting = -(-max(left, 0) // drafting), drafting - 1
+            segments.append(sequence.segment(room))
+            left -= segments[-1].drafts
+        return segments
+
+    async def _step_alone(self, batch: list[Sequence]) -> None:
+        """A failed forward has changed no slot's length: whoever fails again, alone and without drafts, was the cause.
+
+        Drafts end here for all of them: what a guess breaks must not be broken again.
+        """
+        for sequence in batch:
+            sequence.drafter = None
             segment = sequence.segment()
             try:
                 (token,) = await self._forward([segment])
@@ -218,7 +242,10 @@ class DecodeStage:
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
         loop = asyncio.get_running_loop()
         tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments, BORROWING)
-        self._counters.update(steps=1, tokens=len(segments))
+        drafted, accepted = sum(s.drafts for s in segments), sum(len(s.further or ()) for s in segments)
+        self._counters.update(
+            steps=1, tokens=len(segments) + accepted, drafted_tokens=drafted, accepted_tokens=accepted
+        )
         self._parts.worker.leases.progress()
         return tokens
 

@@ -65,7 +65,7 @@ async def _answer(
     request: web.Request, endpoint: Endpoint, prompts: list[Prompt], body: GenerationBody
 ) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
-    options = body.sampling() | body.caching() | {"tenant": request[TENANT]}
+    options = body.sampling() | body.handling() | {"tenant": request[TENANT]}
     async with submitted(gateway, prompts, options, _idempotency_key(request)) as jobs:
         head = {
             "id": endpoint.shape.id_prefix + jobs.id,

@@ -93,6 +93,7 @@ class GenerationBody(Strict):
     stop_token_ids: TokenIds | None = None
     cache: Literal["on", "off"] | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT_CHARS)] = None
+    speculation: Literal["ngram", "off"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -116,9 +117,10 @@ class GenerationBody(Strict):
         """None, or of how many most likely tokens the log probabilities are wanted beside the chosen one's."""
         return None
 
-    def caching(self) -> dict[str, str]:
+    def handling(self) -> dict[str, str]:
         """As `sampling`. cache_salt is not the whole salt: it comes on top of the tenant's."""
-        return {n: v for n, v in (("cache", self.cache), ("cache_salt", self.cache_salt)) if v is not None}
+        given = {"cache": self.cache, "cache_salt": self.cache_salt, "speculation": self.speculation}
+        return {name: value for name, value in given.items() if value is not None}
 
     def sampling(self) -> dict[str, Any]:
         """Keywords for `AsyncClient.submit`, max_tokens aside; what was not given is left out."""

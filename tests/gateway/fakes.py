@@ -109,7 +109,7 @@ class FakeClient:
             await self.gate.wait()
         if self.refuse is not None:
             raise self.refuse
-        named = ("model", "timeout", "queue_timeout", "idempotency_key", "tenant", "cache", "cache_salt")
+        named = ("model", "timeout", "queue_timeout", "idempotency_key", "tenant", "cache", "cache_salt", "speculation")
         options = {f: given[f] for f in named if f in given}
         sampling = make_sampling({k: v for k, v in given.items() if k not in options and k != "token_ids"})
         asked = Asked(tuple(given["token_ids"]), sampling, options, given)

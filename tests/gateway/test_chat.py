@@ -12,7 +12,7 @@ from pdq.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, Reque
 from pdq.messages import Event
 
 from .fakes import MODEL, TEXT, RefusingTokenizer, spoken
-from .helpers import CHAT, chat, chat_text, error, frames
+from .helpers import CHAT, COMPLETIONS, chat, chat_text, completion, error, frames
 
 TEXT_A, TEXT_B = {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
 
@@ -149,6 +149,13 @@ async def test_nothing_asked_for_means_the_defaults_and_the_rest_of_the_context(
     sampling = fake.asked[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     assert (sampling.max_tokens, sampling.stop, sampling.ignore_eos) == (None, (), False)
+
+
+async def test_guessing_ahead_is_as_the_body_says_and_else_left_to_the_workers(http, fake):
+    await http.post(CHAT, json=chat(speculation="ngram"))
+    await http.post(COMPLETIONS, json=completion(speculation="off"))
+    await http.post(CHAT, json=chat(speculation=None))
+    assert [a.options.get("speculation") for a in fake.asked] == ["ngram", "off", None]
 
 
 @pytest.mark.parametrize(

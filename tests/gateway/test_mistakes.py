@@ -123,6 +123,8 @@ FIELDS = [
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs is only allowed together with logprobs."),
     ({"cache": "OFF"}, "cache", "cache must be 'on' or 'off'."),
     ({"cache": False}, "cache", "cache must be 'on' or 'off'."),
+    ({"speculation": "on"}, "speculation", "speculation must be 'ngram' or 'off'."),
+    ({"speculation": True}, "speculation", "speculation must be 'ngram' or 'off'."),
     ({"cache_salt": ""}, "cache_salt", "cache_salt must not be empty."),
     ({"cache_salt": 5}, "cache_salt", "cache_salt must be a string, got an integer."),
     ({"cache_salt": "a" * 1025}, "cache_salt", "cache_salt must have at most 1024 characters."),

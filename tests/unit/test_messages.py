@@ -54,6 +54,7 @@ EXAMPLES: list[Request | Handoff | Event | WorkerInfo] = [
         prompt="x",
     ),
     Request("r3", SamplingParams(seed=-(2**63)), token_ids=tuple(range(0, 3000, 7))),
+    Request("r5", SamplingParams(), prompt="x", cache="off", speculation="ngram"),
     Handoff((1, 2, 3), 3, b"\x00\xff" * 16, 32),
     Handoff((), 0, b"", 1, "tail", 64, Timings(1.0, 2.5, 0.0, 1e9)),
     Event(0, (5,), "a"),
