@@ -63,7 +63,9 @@ def _block_by_block(decoder: Decoder, layout: Layout, ids: Tensor, stock: OverSl
     seen: list[tuple[Tensor, Tensor]] = []
 
     def see(block: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:
-        seen.append((arguments[0][0], made[0] if made.dim() == 3 else made))
+        first, result = arguments[:1], made[0] if isinstance(made, tuple) else made
+        if first and first[0].dim() == result.dim() == 3:
+            seen.append((first[0][0], result[0]))
 
     rows = torch.arange(len(ids))
     hooks = [module.register_forward_hook(see) for module in decoder.modules]

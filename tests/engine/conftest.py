@@ -77,6 +77,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The same random numbers for each test, which may set the number of threads."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def arch() -> Callable[[str], Arch]:
     @cache

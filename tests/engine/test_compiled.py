@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ SHAPES = (
     (5, 1, 48, 16),
     (1, 1, 2, 256),
 )
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def slot_of(length: int, layer: LayerShape, dtype: torch.dtype, capacity: int | None = None) -> TorchSlot:
@@ -60,14 +61,6 @@ def exact(slot: TorchSlot, window: int | None, query: Tensor, dtype: torch.dtype
     key, value = (plane.to(dtype) for plane in slot.planes(max(0, end - (window or end)), end))
     rows = query.view(1, key.shape[1], -1, query.shape[1]).to(dtype)
     return functional.scaled_dot_product_attention(rows, key, value).reshape(len(query), -1).double()
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import cycle, product
 
 import pytest
@@ -28,6 +27,7 @@ WINDOWS = (None, 20, None, 100, None)  # five, which goes with all of the six ab
 DTYPES = (torch.bfloat16, torch.float32)
 HALF = torch.bfloat16
 NAN = float("nan")
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def random_kv(kv_heads: int, dims: tuple[int, int], visible: int, dtype: torch.dtype) -> list[Tensor]:
@@ -63,14 +63,6 @@ def attend(
 
 def error(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right).norm() / right.norm())
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

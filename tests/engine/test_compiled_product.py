@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,16 +16,11 @@ ROWS = (1, 2, 5, MOST_ROWS - 1, MOST_ROWS, MOST_ROWS + 1, 2 * MOST_ROWS + 1, 100
 OUTPUTS = (1, 15, 16, 17, BLOCK, BLOCK + 1, 3 * BLOCK - 1)
 INPUTS = (2, 6, 64, 70)
 DTYPES = (torch.bfloat16, torch.float32)
-pytestmark = pytest.mark.skipif(not all(map(supported, DTYPES)), reason="oneDNN's products are used on this CPU")
+pytestmark = [
+    pytest.mark.usefixtures("threads"),
+    pytest.mark.skipif(not all(map(supported, DTYPES)), reason="oneDNN's products are used on this CPU"),
+]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def error(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
