@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -123,6 +124,12 @@ class TorchSlot:
         """Drop the last `count` tokens. Nobody may read what they left behind: it need not be numbers."""
         self.length -= count
         self._zeroed = min(self._zeroed, self.length)
+
+    def ahead(self, count: int) -> TorchSlot:
+        """The same memory as it will be with `count` more tokens in it; for the length of one forward."""
+        later = copy(self)
+        later.length += count
+        return later
 
     def export(self, start: int, stop: int, size: int, headroom: int) -> list[memoryview]:
         """See `engine.base.Engine.export`. Runs of full size share one allocation."""

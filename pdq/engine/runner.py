@@ -17,6 +17,7 @@ from pdq.engine import drafted
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.choice import choose
 from pdq.engine.forwards import fastest_forward
+from pdq.engine.fused import FusedForward
 from pdq.engine.kv import TorchSlot
 from pdq.engine.probe import layout_of
 from pdq.errors import ModelUnsupported
@@ -142,8 +143,9 @@ class TorchEngine:
         """Run the model over all segments, advance their slots; logits `[n, vocab]` where a sample is wanted."""
         slots = self._checked(segments)
         self._set_threads()
-        # Single tokens first: `Step` takes them as one group.
-        order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
+        pieces = [self._pieces(slot, segment) for slot, segment in zip(slots, segments, strict=True)]
+        # Single tokens first: forwards take them as one group.
+        order = sorted(range(len(segments)), key=lambda i: pieces[i][0][1] > 1)
         ids: list[int] = []
         positions: list[int] = []
         last_row = [0] * len(segments)
@@ -158,11 +160,22 @@ class TorchEngine:
             if s.sample is not None
             for row in range(last_row[i] - s.drafts, last_row[i] + 1)
         ]
-        pieces = [(slots[i], len(segments[i].token_ids)) for i in order]
-        logits = self._forward(pieces, self._indices(ids), self._indices(positions), self._indices(keep))
+        ordered = [piece for i in order for piece in pieces[i]]
+        logits = self._forward(ordered, self._indices(ids), self._indices(positions), self._indices(keep))
         for slot, segment in zip(slots, segments, strict=True):
             slot.length += len(segment.token_ids)
         return logits
+
+    def _pieces(self, slot: TorchSlot, segment: Segment) -> list[tuple[TorchSlot, int]]:
+        """What the forward takes as pieces: drafts as single tokens, where those are computed as they would be alone.
+
+        The compiled forward gives the same bits then with drafts as without, in any dtype, and reads a slot no longer
+        than a chunk's attention does. Each layer writes the KV of all pieces before any of them attends.
+        """
+        count = len(segment.token_ids)
+        if 0 < segment.drafts == count - 1 and isinstance(self._forward, FusedForward):
+            return [(slot.ahead(i), 1) for i in range(count)]
+        return [(slot, count)]
 
     def _warm(self) -> None:
         """What is compiled for the shapes of this model is so now, not while a first request waits."""

@@ -186,6 +186,18 @@ def test_drafts_do_not_change_the_kv_that_is_kept(arch: Archs) -> None:
         it.decode.close(slot)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_forwards_give_the_same_bits_with_drafts(arch: Archs, name: str, dtype: str) -> None:
+    it = arch(name).decode if dtype == "float32" else arch(name).half.engine
+    for params in (replace(GREEDY, logprobs=5), replace(SEEDED, logprobs=5)):
+        expected = alone(it, arch(name).prompt(11), COUNT + 8, params)
+        made = run(it, Guessed(it, arch(name).prompt(11), params, expected.tokens))
+        assert made.tokens == expected.tokens[: len(made.tokens)]
+        assert made.scores == expected.scores[: len(made.scores)]
+        assert 0 < made.accepted < made.drafted
+
+
 def test_a_slot_filled_to_its_end_by_drafts_goes_no_farther(arch: Archs) -> None:
     it = arch("llama").decode
     expected = alone(it, [1, 2], 64, GREEDY).tokens
