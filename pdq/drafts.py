@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens of the ends that are looked for; one token alone says too little
+AT_ONCE = 4096  # tokens of a long prompt that one step looks at: about a millisecond, in which nobody's text goes on
 LEAST_PAUSE, MOST_PAUSE = 4, 64  # steps
 
 
@@ -17,7 +18,7 @@ class PromptLookup:
     """The earlier occurrences of every end that a text has had.
 
     tokens: the text, which grows at its end and changes nowhere else; it is not copied. Each token is looked at once,
-    whatever the length of the text.
+    whatever the length of the text, and no more than AT_ONCE of them in a call: of a long one the end is found later.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -41,7 +42,7 @@ class PromptLookup:
 
     def _catch_up(self) -> None:
         """The text's present end is left out until something follows it: it would be found as its own repetition."""
-        tokens, end = self._tokens, len(self._tokens)
+        tokens, end = self._tokens, min(len(self._tokens), self._seen + AT_ONCE)
         for n, after in self._after.items():
             first = max(self._seen, n)
             if first >= end:

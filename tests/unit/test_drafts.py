@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pdq.drafts import LEAST_PAUSE, LONGEST, MOST_PAUSE, SHORTEST, Drafter, PromptLookup
+from pdq.drafts import AT_ONCE, LEAST_PAUSE, LONGEST, MOST_PAUSE, SHORTEST, Drafter, PromptLookup
 
 
 def searched(tokens: Sequence[int], count: int) -> list[int]:
@@ -81,13 +81,24 @@ def test_a_token_costs_the_same_after_a_long_text_as_after_a_short_one() -> None
     for length in (100, 20_000):
         text = Counted(i % 90 for i in range(length))
         lookup = PromptLookup(text)
-        lookup.following(4)
+        for _ in range(length // AT_ONCE + 1):
+            lookup.following(4)
         text.read = 0
         for i in range(50):
             text.append(i)
             lookup.following(4)
         reads.append(text.read)
     assert reads[0] == reads[1] < 50 * 30
+
+
+def test_a_long_prompt_is_looked_at_over_several_steps() -> None:
+    text = Counted([1, 2, 3, *range(10, 10 + 3 * AT_ONCE), 7, 8, 9, *range(6), 7, 8])
+    lookup, found = PromptLookup(text), []
+    for _ in range(4):
+        text.read = 0
+        found.append(lookup.following(1))
+        assert text.read <= AT_ONCE * (2 + 3 + 4) + 20
+    assert found == [[], [], [], [9]]
 
 
 # ---- how many ----
