@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 
 from pdq import AsyncClient
 from pdq.config import cache_folder
+from tests.engine.agreement import TEXT
 from tests.pipeline.test_serve import Serve, children_of
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(240)]
@@ -60,6 +61,25 @@ async def test_the_openai_package_gets_paris(serve: Serve, stream: bool) -> None
             text = reply.choices[0].message.content
             assert reply.usage.prompt_tokens_details.cached_tokens == 32  # the question was asked before
     assert text == ANSWER
+
+
+async def test_a_text_that_comes_again_takes_fewer_steps_with_guesses_and_is_the_same(serve: Serve) -> None:
+    async with AsyncClient(redis_url=redis_url(serve)) as client:
+
+        async def ask(speculation: str) -> str:
+            text = f"{TEXT}\n\n{TEXT[:150]}"
+            handle = await client.submit(prompt=text, temperature=0, max_tokens=100, speculation=speculation)
+            return (await handle.result(120)).text
+
+        async def accepted() -> int:
+            return sum(dict(w.counters).get("accepted_tokens", 0) for w in await client.workers())
+
+        plain = await ask("off")
+        assert await accepted() == 0
+        assert await ask("ngram") == plain
+        async with asyncio.timeout(30):
+            while await accepted() < 50:  # told with the next heartbeat
+                await asyncio.sleep(0.1)
 
 
 async def test_four_streams_survive_the_death_of_each_worker_with_the_same_text(serve: Serve) -> None:

@@ -68,7 +68,7 @@ ENDS: list[tuple[dict[str, Any], int, str, str]] = [
 
 @pytest.mark.parametrize(("options", "tokens", "text", "reason"), ENDS)
 async def test_an_end_among_right_guesses_is_the_end(
-    server: Server, options: dict[str, Any], tokens: int, text: str, reason: str
+    server: Server, caplog: pytest.LogCaptureFixture, options: dict[str, Any], tokens: int, text: str, reason: str
 ) -> None:
     async with LocalPool(server, engine=SCRIPT, decode_draft_tokens=7) as pool:
         found = []
@@ -80,6 +80,7 @@ async def test_an_end_among_right_guesses_is_the_end(
         assert found[1][1:3] == (text, reason)
         assert len(found[1][0]) == found[1][3] == tokens
         assert told(pool)[1] > 20
+    assert "failed" not in caplog.text  # as a step would that guesses beyond the slot's end
 
 
 @pytest.mark.parametrize("engine", [SCRIPT.replace("=1", "=8"), tiny_torch], ids=["scripted", "torch"])
