@@ -158,13 +158,13 @@ async def test_a_step_of_several_has_no_more_rows_than_sequences_may_be_decoded_
     async with LocalPool(
         server, prefill_engine=SCRIPT, decode_engine=Watched, decode_max_batch=most, decode_speculation="ngram"
     ) as pool:
-        await asyncio.gather(*(ask(pool, None, prompt=f"round {i}", max_tokens=90) for i in range(3)))
+        await asyncio.gather(*(ask(pool, None, prompt=f"round {i}", max_tokens=300) for i in range(3)))
         await ask(pool, None)
         seen = pool.workers["decode"][0].engine.seen
         assert all(rows <= most for sequences, rows, _ in seen if sequences > 1)
         assert max(drafts for sequences, _, drafts in seen if sequences == 1) == 4
         assert ((3, 7, 2) in seen) is (most == 7)  # two of the four drafts for one, one for each of the others
-        assert ((3, 3, 0) in seen) is (most > 1)
+        assert (3, 3, 0) in seen or most != 3
 
 
 async def test_wrong_guesses_become_few(server: Server) -> None:
