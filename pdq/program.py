@@ -43,12 +43,16 @@ class Parts:
     compute: ThreadPoolExecutor
     cores: Cores = field(default_factory=OwnCores)
 
-    def forward(self, segments: Sequence[Segment], borrowing: int = 1) -> list[int | None]:
-        """`engine.forward`, from `borrowing` segments on with the cores of idle neighbours; for the compute thread."""
+    def forward(self, segments: Sequence[Segment], borrowing: int = 1, leaving: int = 0) -> list[int | None]:
+        """`engine.forward`, from `borrowing` segments on with the cores of idle neighbours; for the compute thread.
+
+        leaving: how many of those cores stay free for other programs.
+        """
         if len(segments) < borrowing:
             self.engine.more_threads = 0
             return self.engine.forward(segments)
-        with self.cores.borrowed() as self.engine.more_threads:
+        with self.cores.borrowed() as lent:
+            self.engine.more_threads = max(lent - leaving, 0)
             return self.engine.forward(segments)
 
 

@@ -36,6 +36,7 @@ from pdq.write_back import WriteBack
 log = logging.getLogger(__name__)
 
 BORROWING = 8  # sequences in a batch that gain more from prefill's idle cores than their threads' meetings cost
+LEAVING = 1  # of those cores for the gateway and Redis: a step's threads all wait for one that has lost its core
 
 
 class DecodeStage:
@@ -241,7 +242,7 @@ class DecodeStage:
 
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
         loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments, BORROWING)
+        tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments, BORROWING, LEAVING)
         drafted, accepted = sum(s.drafts for s in segments), sum(len(s.further or ()) for s in segments)
         self._counters.update(
             steps=1, tokens=len(segments) + accepted, drafted_tokens=drafted, accepted_tokens=accepted

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdq.cores import OwnCores, SharedCores
+from pdq.program import Parts
 
 
 @pytest.fixture
@@ -116,3 +119,24 @@ def test_without_a_folder_nothing_is_lent() -> None:
     with own.working(), own.borrowed() as more:
         assert more == 0
     own.close()
+
+
+class Lending(OwnCores):
+    """Three cores of neighbours, whoever asks."""
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int]:
+        yield 3
+
+
+CASES = [(1, 1, 0, 3), (7, 8, 1, 0), (8, 8, 1, 2), (8, 8, 4, 0)]
+
+
+@pytest.mark.parametrize(("count", "borrowing", "leaving", "more"), CASES)
+def test_a_forward_borrows_from_a_number_of_segments_on_and_leaves_some(
+    count: int, borrowing: int, leaving: int, more: int
+) -> None:
+    engine = SimpleNamespace(more_threads=9)
+    engine.forward = lambda segments: [engine.more_threads] * len(segments)
+    parts = Parts(engine, *[None] * 5, Lending())  # type: ignore[arg-type]
+    assert parts.forward([object()] * count, borrowing, leaving) == [more] * count  # type: ignore[list-item]
