@@ -44,7 +44,8 @@ class CompiledInt8Product:
     def fields(self) -> dict[str, int]:
         """What is the same in every call, by the names of `gemm`."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        weight = {"weight": self._weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
+        sizes = {"steps": self.steps, "outputs": self.outputs, "blocks": self.blocks}
+        weight = {"weight": self._weight.data_ptr(), "bias": bias, **sizes}
         return {**weight, "scales": self._scales.data_ptr(), "zeros": self._zeros.data_ptr()}
 
     @property

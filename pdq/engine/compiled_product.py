@@ -27,6 +27,8 @@ from pdq.engine.packed import Product, bfloat16, can_pack, stacked
 log = logging.getLogger(__name__)
 
 _ITEMS = 8  # for each thread, or the last one to finish keeps the others waiting
+# With few rows a product is as fast as memory, and a thread that goes on where it was asks for nothing in vain.
+_FEW_TILES, _FEW_ITEMS = 4, 2
 _SERIAL = 1 << 15  # products of numbers: with fewer, waking other threads costs more than they save
 
 
@@ -39,6 +41,7 @@ class Cut:
     tiles: int
     per_group: int
     groups: int
+    span: int
     items: int
     ahead: int
 
@@ -46,18 +49,19 @@ class Cut:
     def of(cls, rows: int, blocks: int, steps: int, threads: int) -> Cut:
         """blocks, steps: of the weight."""
         if not rows:
-            return cls(1, 0, 0, 0, 1, 0, AHEAD)
+            return cls(1, 0, 0, 0, 1, 1, 0, AHEAD)
         tiles = -(-rows // MOST_ROWS)
         height = -(-rows // tiles)
         groups = min(tiles, max(1, -(-_ITEMS * threads // blocks)))
         per_group = -(-tiles // groups)
         groups = -(-tiles // per_group)
-        ahead = AHEAD if per_group == 1 else threads * steps * BLOCK * 4
-        return cls(height, rows, tiles, per_group, groups, blocks * groups, ahead)
+        span = max(1, blocks // (_FEW_ITEMS * threads)) if tiles <= _FEW_TILES else 1
+        ahead = AHEAD if per_group == 1 else steps * BLOCK * 4
+        return cls(height, rows, tiles, per_group, groups, span, -(-blocks // span) * groups, ahead)
 
     @property
     def fields(self) -> dict[str, int]:
-        names = ("rows", "tiles", "per_group", "groups", "items", "ahead")
+        names = ("rows", "tiles", "per_group", "groups", "span", "items", "ahead")
         return {name: getattr(self, name) for name in names}
 
 
@@ -75,7 +79,8 @@ class CompiledProduct:
     def fields(self) -> dict[str, int]:
         """What is the same in every call, by the names of `gemm`."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        return {"weight": self._weight.data_ptr(), "bias": bias, "steps": self.steps, "outputs": self.outputs}
+        sizes = {"steps": self.steps, "outputs": self.outputs, "blocks": self.blocks}
+        return {"weight": self._weight.data_ptr(), "bias": bias, **sizes}
 
     def address(self, height: int) -> int:
         """Of the function for tiles of that many rows."""

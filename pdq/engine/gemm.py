@@ -18,11 +18,11 @@ BLOCK = 32  # outputs
 MOST_ROWS = 12  # of a tile: with BLOCK outputs their sums fill the registers of AVX-512
 # int64 each. x, out: rows of numbers, `x_row` and `out_row` bytes from one to the next; wide: is `out` float32 whatever
 # x is? weight: as `CompiledProduct` lays it out; bias: float32, or 0. steps: along the inputs, of one float32 or two
-# bfloat16 or four bytes. tiles: of rows; per_group: of them to an item; groups: items of a block of outputs. ahead: how
-# far the last tile of an item asks ahead: AHEAD, or from one block to the next one of the thread.
+# bfloat16 or four bytes. An item is `span` of the `blocks` of outputs and `per_group` of the `tiles` of rows, of which
+# there are `groups`. ahead: how far the last tile of a block asks ahead: AHEAD, or to the next block.
 FIELDS = (
-    *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group", "ahead"),
-    *("weight", "bias", "steps", "outputs"),
+    *("next", "x", "x_row", "out", "out_row", "wide", "rows", "items", "groups", "tiles", "per_group", "span", "ahead"),
+    *("weight", "bias", "steps", "outputs", "blocks"),
 )
 # Of a product of bytes, where x is unsigned with zero at 128: scales: float32, of each output; zeros: int32, of each
 # output what the product of its weights with zero is; row_scales: float32, of each row of x.
@@ -42,14 +42,20 @@ class _Product:
         self._height = height
         self._job = job = {field: f.number("%job", i) for i, field in enumerate(self.fields) if i}
         with f.taking("%job", job["items"]) as item:
-            block = f.two("sdiv", "i64", item, job["groups"])
+            start = f.times(f.two("sdiv", "i64", item, job["groups"]), job["span"])
             first = f.times(f.two("srem", "i64", item, job["groups"]), job["per_group"])
             count = f.least(job["per_group"], f.two("sub", "i64", job["tiles"], first))
-            with f.loop(count) as i:
-                last = f.two("sub", "i64", job["rows"], height)
-                is_last = f.two("icmp eq", "i64", f.add(i, 1), count)
-                ahead = f.op(f"select i1 {is_last}, i64 {job['ahead']}, i64 {AHEAD}")
-                self._tile(block, f.least(f.times(f.add(first, i), height), last), ahead)
+            with f.loop(f.least(job["span"], f.two("sub", "i64", job["blocks"], start))) as i:
+                self._block(f.add(start, i), first, count)
+
+    def _block(self, block: str, first: str, count: str) -> None:
+        """`count` tiles of a block of outputs, from the tile `first` on."""
+        f, job = self.f, self._job
+        with f.loop(count) as i:
+            last = f.two("sub", "i64", job["rows"], self._height)
+            is_last = f.two("icmp eq", "i64", f.add(i, 1), count)
+            ahead = f.op(f"select i1 {is_last}, i64 {job['ahead']}, i64 {AHEAD}")
+            self._tile(block, f.least(f.times(f.add(first, i), self._height), last), ahead)
 
     def _tile(self, block: str, row: str, ahead: str) -> None:
         """ahead: what to ask for while this is computed. The weights of earlier tiles of a block are there already."""
