@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,12 @@ class Serve:
         """Process ids by a word that tells what they are."""
         found: dict[str, int] = {}
         for pid in children_of(self.process.pid):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            for word in ("valkey", "gateway", "prefill", "decode"):
-                if word in line and "tied.py" not in line:
-                    blocks = word == "valkey" and Path(f"/proc/{pid}/cwd").readlink().name == "kv"
-                    found["valkey-kv" if blocks else word] = pid
+            with suppress(FileNotFoundError, ProcessLookupError):  # one may end meanwhile
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                for word in ("valkey", "gateway", "prefill", "decode"):
+                    if word in line and "tied.py" not in line:
+                        blocks = word == "valkey" and Path(f"/proc/{pid}/cwd").readlink().name == "kv"
+                        found["valkey-kv" if blocks else word] = pid
         return found
 
     def post(self, body: dict[str, Any] | None = None, **values: Any) -> tuple[int, Any]:
