@@ -2,25 +2,22 @@
 
 That is: root-mean-square norms, rotary positions, query, key and value from one product, a gated MLP with SiLU, and
 nothing else, as in Llama, Mistral, Qwen 2 and 3. Only what modules the model has is looked at; whether the code that
-calls them does nothing else is for `fused` to try out. Knows nothing of machine code or memory.
+calls them does nothing else is for `forwards` to try out. Knows nothing of machine code or memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pdq.engine.compiled_int8 import CompiledInt8Product
 from pdq.engine.compiled_product import CompiledProduct
 from pdq.engine.kv import LayerShape
 from pdq.engine.packed import PackedLinear
-
-AnyProduct: TypeAlias = CompiledProduct | CompiledInt8Product
 
 _MODEL = {"model", "lm_head"}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -49,16 +46,16 @@ class Block:
     """
 
     before_attention: Norm
-    mixed: AnyProduct
+    mixed: CompiledProduct
     queries: int
     turned: bool
     query_norm: Norm | None
     key_norm: Norm | None
     scaling: float
-    attended: AnyProduct
+    attended: CompiledProduct
     before_mlp: Norm
-    both: AnyProduct
-    gated: AnyProduct
+    both: CompiledProduct
+    gated: CompiledProduct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +70,7 @@ class Decoder:
     rotary: nn.Module
     blocks: tuple[Block, ...]
     norm: Norm
-    head: AnyProduct
+    head: CompiledProduct
 
 
 def find_decoder(model: PreTrainedModel, layers: Sequence[LayerShape], reads: Sequence[int]) -> Decoder | None:
@@ -82,9 +79,7 @@ def find_decoder(model: PreTrainedModel, layers: Sequence[LayerShape], reads: Se
     layers, reads: as the probe found them.
     """
     base: Any = getattr(model, "model", None)
-    if not (_has(model, _MODEL) and base is not None and _has(base, _BASE)) or tuple(reads) != tuple(
-        range(len(layers))
-    ):
+    if base is None or not _has(model, _MODEL) or not _has(base, _BASE) or list(reads) != list(range(len(layers))):
         return None
     head = _product([model.get_output_embeddings()])  # type: ignore[no-untyped-call]
     norm = _norm(base.norm)
@@ -142,11 +137,11 @@ def _norm(module: nn.Module) -> Norm | None:
     return Norm(weight.detach().to(torch.float32).contiguous(), epsilon) if isinstance(weight, Tensor) else None
 
 
-def _product(linears: Sequence[Any]) -> AnyProduct | None:
+def _product(linears: Sequence[Any]) -> CompiledProduct | None:
     """What computes these layers, all at once and nothing else."""
     if not all(isinstance(linear, PackedLinear) for linear in linears):
         return None
     shared = linears[0].shared
     same = all(linear.shared is shared for linear in linears)
     widths = [linear.out_features for linear in linears]
-    return shared.product if same and shared.widths == widths and isinstance(shared.product, AnyProduct) else None
+    return shared.product if same and shared.widths == widths and isinstance(shared.product, CompiledProduct) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -21,6 +20,7 @@ from pdq.engine import flash, kernels, team
 from pdq.engine.code import Code
 from pdq.engine.flash import FIELDS, SPLIT, WRITE_FIELDS, Shape
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
+from pdq.engine.llvm import float_bits
 from pdq.engine.products import seconds
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Plan:
 
 def scale_bits(scaling: float) -> int:
     """The field of that name: scores are exponents of two."""
-    return int.from_bytes(struct.pack("<f", scaling * math.log2(math.e)), "little")
+    return float_bits(scaling * math.log2(math.e))
 
 
 def _items(lengths: _Numbers, kv_heads: int) -> _Numbers:

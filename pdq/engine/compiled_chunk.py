@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from functools import cache, lru_cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from pdq.engine import flash_chunk, kernels, products, team
 from pdq.engine.code import Code
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import FIELDS, MOST_VECTORS, NO_WINDOW, TILE
-from pdq.engine.llvm import LANES
+from pdq.engine.llvm import LANES, float_bits
 from pdq.engine.products import seconds
 
 log = logging.getLogger(__name__)
@@ -56,10 +55,21 @@ def chunk(
     if out is None:
         out = torch.empty((1, n, heads, value_dim), dtype=query.dtype)
     size, (_, query_head, query_row, _), (_, out_row, out_head, _) = query.itemsize, query.stride(), out.stride()
-    run(
-        shape, query.data_ptr(), query_row * size, query_head * size, key.data_ptr(), value.data_ptr(), capacity,
-        n, visible, window, scaling, out.data_ptr(), out_row * size, out_head * size, torch.get_num_threads(),
-    )  # fmt: skip
+    found = plan(shape, n, visible, window)
+    values = {
+        "query": query.data_ptr(),
+        "query_row": query_row * size,
+        "query_head": query_head * size,
+        "key": key.data_ptr(),
+        "value": value.data_ptr(),
+        "capacity": capacity,
+        "out": out.data_ptr(),
+        "out_row": out_row * size,
+        "out_head": out_head * size,
+        **scale_fields(shape.dtype, dim**-0.5 if scaling is None else scaling),
+        **found.fields,
+    }
+    team.run(attention(shape), FIELDS, values, 1 if found.serial else torch.get_num_threads())
     return out
 
 
@@ -70,39 +80,10 @@ def supported(shape: Shape) -> bool:
     return shape.dtype in (torch.bfloat16, torch.float32) and whole and max(dims) <= _MOST_DIM
 
 
-def run(
-    shape: Shape,
-    query: int,
-    query_row: int,
-    query_head: int,
-    key: int,
-    value: int,
-    capacity: int,
-    n: int,
-    visible: int,
-    window: int | None,
-    scaling: float | None,
-    out: int,
-    out_row: int,
-    out_head: int,
-    threads: int,
-) -> None:
-    """As `chunk`, for a supported shape and raw memory: addresses, and bytes from one token or head to the next.
-
-    capacity: tokens from one head of K and V to the next. visible: tokens from the one at `key` and `value` on.
-    """
-    found = plan(shape, n, visible, window)
-    where = {"query": query, "query_row": query_row, "query_head": query_head, "key": key, "value": value}
-    to = {"capacity": capacity, "out": out, "out_row": out_row, "out_head": out_head}
-    scale = scale_fields(shape.dtype, shape.key_dim**-0.5 if scaling is None else scaling)
-    values = {**where, **to, **scale, **found.fields}
-    team.run(attention(shape), FIELDS, values, 1 if found.serial else threads)
-
-
 def scale_fields(dtype: torch.dtype, scaling: float) -> dict[str, int]:
     """By the names of `flash_chunk`."""
     scale = scaling * math.log2(math.e)
-    bits = int.from_bytes(struct.pack("<f", max(abs(scale), _LEAST_SCALE)), "little")
+    bits = float_bits(max(abs(scale), _LEAST_SCALE))
     flip = 0x80008000 if dtype is torch.bfloat16 else 0x80000000
     return {"scale": bits, "flip": 0 if scale >= 0 else flip}
 

@@ -13,65 +13,51 @@ from torch import Tensor
 
 from pdq.engine import compiled_product, pointwise, team
 from pdq.engine.code import Code, has_byte_products
-from pdq.engine.compiled_product import Cut, blocked, useful_threads
+from pdq.engine.compiled_product import CompiledProduct
 from pdq.engine.gemm import BYTE_FIELDS, MOST_ROWS, byte_product
 from pdq.engine.pointwise import LEVELS_FIELDS, ZERO
 
 log = logging.getLogger(__name__)
 
 
-class CompiledInt8Product:
-    """A `packed.Product` of rows in `dtype`, bfloat16 or float32.
+class CompiledInt8Product(CompiledProduct):
+    """The same of rows in `dtype`, bfloat16 or float32, whose numbers become bytes first.
 
     levels: the weight `[out, in]`, int8, as multiples of `scales` `[out]`; columns: what the columns of the input are
-    multiplied by first, `[in]`; bias `[out]` or None.
+    multiplied by before, `[in]`; bias `[out]` or None.
     """
+
+    names = BYTE_FIELDS
 
     def __init__(
         self, levels: Tensor, scales: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
+        super().__init__(levels, bias)
         self.dtype = dtype
-        self.outputs, self.inputs = levels.shape
-        self._weight = blocked(levels)
-        self.blocks, self.steps = self._weight.shape[:2]
         self.row_bytes = self.steps * 4  # of a row of the input as bytes
         self._scales = scales.float().contiguous()
         self._zeros = (levels.sum(1, dtype=torch.int32) * ZERO).contiguous()
         self._columns = columns.float().contiguous()
-        self._bias = None if bias is None else bias.float().contiguous()
 
     @property
     def fields(self) -> dict[str, int]:
-        """What is the same in every call, by the names of `gemm`."""
-        bias = 0 if self._bias is None else self._bias.data_ptr()
-        sizes = {"steps": self.steps, "outputs": self.outputs, "blocks": self.blocks}
-        weight = {"weight": self._weight.data_ptr(), "bias": bias, **sizes}
-        return {**weight, "scales": self._scales.data_ptr(), "zeros": self._zeros.data_ptr()}
+        return {**super().fields, "scales": self._scales.data_ptr(), "zeros": self._zeros.data_ptr()}
 
     @property
     def levels_fields(self) -> dict[str, int]:
-        """The same of the function that makes bytes of the input, by the names of `pointwise`."""
+        """As `fields`, of the function that makes bytes of the input, by the names of `pointwise`."""
         return {"columns": self._columns.data_ptr(), "width": self.inputs}
 
     def address(self, height: int) -> int:
-        """Of the function for tiles of that many rows."""
         return _code(self.dtype).address(f"product{height}")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.inputs).contiguous()
-        n, size = len(rows), x.itemsize
-        out = x.new_empty((*x.shape[:-1], self.outputs))
-        if n:
-            levels, scales = torch.empty((n, self.row_bytes), dtype=torch.uint8), torch.empty(n)
-            made = {"out": levels.data_ptr(), "out_row": self.row_bytes, "scales": scales.data_ptr()}
-            given = {"rows": n, "x": rows.data_ptr(), "x_row": self.inputs * size}
-            team.run(levels_address(self.dtype), LEVELS_FIELDS, {**given, **made, **self.levels_fields}, 1)
-            threads = useful_threads(rows.numel() * self.outputs)
-            cut = Cut.of(n, self.blocks, self.steps, threads)
-            at = {"x": levels.data_ptr(), "x_row": self.row_bytes, "row_scales": scales.data_ptr()}
-            to = {"out": out.data_ptr(), "out_row": self.outputs * size, "wide": 0}
-            team.run(self.address(cut.height), BYTE_FIELDS, {**at, **to, **cut.fields, **self.fields}, threads)
-        return out
+    def _multiply(self, rows: Tensor, out: Tensor, **more: int) -> None:
+        n = len(rows)
+        levels, scales = torch.empty((n, self.row_bytes), dtype=torch.uint8), torch.empty(n)
+        made = {"out": levels.data_ptr(), "out_row": self.row_bytes, "scales": scales.data_ptr()}
+        given = {"rows": n, "x": rows.data_ptr(), "x_row": self.inputs * rows.itemsize}
+        team.run(levels_address(self.dtype), LEVELS_FIELDS, {**given, **made, **self.levels_fields}, 1)
+        super()._multiply(levels, out, row_scales=scales.data_ptr(), **more)
 
 
 def levels_address(dtype: torch.dtype) -> int:

@@ -68,6 +68,8 @@ class Cut:
 class CompiledProduct:
     """A `packed.Product`: weight `[out, in]`, bias `[out]` or None, of one dtype, bfloat16 (`in` even) or float32."""
 
+    names: Sequence[str] = FIELDS  # of a call
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.dtype = weight.dtype
         self.outputs, self.inputs = weight.shape
@@ -90,12 +92,16 @@ class CompiledProduct:
         rows = x.reshape(-1, self.inputs).contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs))
         if len(rows):
-            threads = useful_threads(rows.numel() * self.outputs)
-            cut = Cut.of(len(rows), self.blocks, self.steps, threads)
-            at = {"x": rows.data_ptr(), "x_row": self.inputs * x.itemsize}
-            to = {"out": out.data_ptr(), "out_row": self.outputs * x.itemsize, "wide": 0}
-            team.run(self.address(cut.height), FIELDS, {**at, **to, **cut.fields, **self.fields}, threads)
+            self._multiply(rows, out)
         return out
+
+    def _multiply(self, rows: Tensor, out: Tensor, **more: int) -> None:
+        """rows: at least one, as `gemm` takes them, contiguous. more: fields of this call."""
+        threads = 1 if len(rows) * self.inputs * self.outputs < _SERIAL else torch.get_num_threads()
+        cut = Cut.of(len(rows), self.blocks, self.steps, threads)
+        at = {"x": rows.data_ptr(), "x_row": rows.stride(0) * rows.itemsize, "wide": 0}
+        to = {"out": out.data_ptr(), "out_row": self.outputs * out.itemsize}
+        team.run(self.address(cut.height), self.names, {**at, **to, **more, **cut.fields, **self.fields}, threads)
 
 
 def blocked(weight: Tensor) -> Tensor:
@@ -104,11 +110,6 @@ def blocked(weight: Tensor) -> Tensor:
     outputs, inputs = (-(-n // size) * size for n, size in zip(weight.shape, (BLOCK, per_step), strict=True))
     whole = functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
     return whole.view(-1, BLOCK, inputs // per_step, per_step).permute(0, 2, 1, 3).contiguous()
-
-
-def useful_threads(products: int) -> int:
-    """How many threads are worth waking for so many products of numbers."""
-    return 1 if products < _SERIAL else torch.get_num_threads()
 
 
 def compiled(group: Sequence[nn.Linear]) -> Product | None:

@@ -11,7 +11,6 @@ before it is used.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,6 +24,7 @@ from pdq.engine.blocks import Block, Decoder, Norm
 from pdq.engine.code import Code
 from pdq.engine.forward import Pieces
 from pdq.engine.kv import LayerShape
+from pdq.engine.llvm import float_bits
 from pdq.engine.pointwise import GATE_FIELDS, NORM_FIELDS, ROTATE_FIELDS, Heads
 from pdq.engine.program import Call, Jobs, run
 from pdq.engine.stages import Attention, Linear, Rows, at
@@ -77,12 +77,11 @@ class FusedForward:
         logits = torch.empty((kept, self._decoder.head.outputs))
         cosines, sines = self._positions(positions)
         still = torch.ones_like(cosines), torch.zeros_like(sines)
-        attention = self._attention.calls(rows, m, threads)
         layers = [
             self._norm_call(self._before_attention, rows, m),
             *self._mixed.calls(m, "x", m["mixed"], threads, n),
             self._rotate_call(rows, m, (cosines, sines), still),
-            *attention.calls,
+            *self._attention.calls(rows, m, threads),
             *self._attended.calls(m, "attended", m["delta"], threads, n),
             self._norm_call(self._before_mlp, rows, m, last_rows="kept"),
             *self._both.calls(m, "x", m["both"], threads, n, kept),
@@ -171,7 +170,7 @@ def _group(decoder: Decoder, shape: LayerShape, dtype: torch.dtype) -> flash.Sha
 def _norms(norms: Sequence[Norm]) -> Jobs:
     jobs = Jobs(NORM_FIELDS, len(norms))
     for i, norm in enumerate(norms):
-        jobs.set(i, weight=norm.weight.data_ptr(), width=len(norm.weight), epsilon=_bits(norm.epsilon))
+        jobs.set(i, weight=norm.weight.data_ptr(), width=len(norm.weight), epsilon=float_bits(norm.epsilon))
     return jobs
 
 
@@ -183,13 +182,8 @@ def _rotations(blocks: Sequence[Block]) -> Jobs:
                 "query_weight": block.query_norm.weight.data_ptr(),
                 "key_weight": block.key_norm.weight.data_ptr(),
             }
-            jobs.set(i, epsilon=_bits(block.query_norm.epsilon), **weights)
+            jobs.set(i, epsilon=float_bits(block.query_norm.epsilon), **weights)
     return jobs
-
-
-def _bits(x: float) -> int:
-    """Of a float32."""
-    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def _function(name: str, *how: Any) -> int:

@@ -236,17 +236,8 @@ class Function:
         return self.two("icmp ne", "i16", self.cast(mask, _BITS, "i16"), 0)
 
     def exp2(self, x: str) -> str:
-        """2^x for x <= 0, within 1e-7 of it; 0 below -127, and what is not a number stays so.
-
-        Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits, ready to become an exponent; the
-        rest is a Taylor series.
-        """
-        x = self.choose(self.two("fcmp olt", FLOATS, x, floats(-127.0)), floats(-127.0), x)
-        shifted = self.plus(x, floats(_ROUND))
-        rest = self.two("fsub", FLOATS, x, self.two("fsub", FLOATS, shifted, floats(_ROUND)))
-        power = floats(_SERIES[-1])
-        for c in _SERIES[-2::-1]:
-            power = self.fma(power, rest, floats(c))
+        """2^x for x <= 0, within 1e-7 of it; 0 below -127, and what is not a number stays so."""
+        power, shifted = self._power(x, _SERIES)
         exponent = self.two("add", INTS, self.cast(shifted, FLOATS, INTS), ints(127))
         scale = self.cast(self.two("shl", INTS, exponent, ints(23)), INTS, FLOATS)
         return self.two("fmul", FLOATS, power, scale)
@@ -257,14 +248,22 @@ class Function:
         The exponent is added to the bits of the rest. Below -127 that is 0 because the series is exactly 1 there; what
         is not a number must have come from bfloat16, whose low bits are zero, to stay so.
         """
+        power, shifted = self._power(x, _ROUGH)
+        exponent = self.two("shl", INTS, self.cast(shifted, FLOATS, INTS), ints(23))
+        return self.cast(self.two("add", INTS, self.cast(power, FLOATS, INTS), exponent), INTS, FLOATS)
+
+    def _power(self, x: str, series: Sequence[float]) -> tuple[str, str]:
+        """By a Taylor series 2^rest, for x cut off below -127, and what was taken from x as an integer.
+
+        Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits, ready to become an exponent.
+        """
         x = self.choose(self.two("fcmp olt", FLOATS, x, floats(-127.0)), floats(-127.0), x)
         shifted = self.plus(x, floats(_ROUND))
         rest = self.two("fsub", FLOATS, x, self.two("fsub", FLOATS, shifted, floats(_ROUND)))
-        power = floats(_ROUGH[-1])
-        for c in _ROUGH[-2::-1]:
+        power = floats(series[-1])
+        for c in series[-2::-1]:
             power = self.fma(power, rest, floats(c))
-        exponent = self.two("shl", INTS, self.cast(shifted, FLOATS, INTS), ints(23))
-        return self.cast(self.two("add", INTS, self.cast(power, FLOATS, INTS), exponent), INTS, FLOATS)
+        return power, shifted
 
     @contextmanager
     def loop(self, stop: str | int, step: int = 1) -> Iterator[str]:
@@ -329,6 +328,11 @@ class Variable:
 _ROUND = 1.5 * 2.0**23
 _ROUGH = (1.0, 0.69328293, 0.242211, 0.05500893)  # least relative error for 2^x in [-0.5, 0.5], but exact at 0
 _SERIES = tuple(math.log(2) ** i / math.factorial(i) for i in range(7))
+
+
+def float_bits(x: float) -> int:
+    """Of a float32, as `Function.real` takes them."""
+    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def floats(x: float) -> str:

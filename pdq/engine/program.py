@@ -54,10 +54,11 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """functions: addresses, one for each of the jobs."""
+    """functions: addresses, one for each of the jobs. keeps: what must live as long, since the jobs point into it."""
 
     functions: Value
     jobs: Jobs
+    keeps: object = None
 
 
 def run(stages: Sequence[Sequence[Call]], threads: int) -> None:

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from pdq.engine import compiled, compiled_chunk, compiled_int8, flash, flash_chunk
-from pdq.engine.blocks import AnyProduct
 from pdq.engine.compiled_int8 import CompiledInt8Product
-from pdq.engine.compiled_product import Cut
+from pdq.engine.compiled_product import CompiledProduct, Cut
 from pdq.engine.forward import Pieces
-from pdq.engine.gemm import BYTE_FIELDS
-from pdq.engine.gemm import FIELDS as PRODUCT_FIELDS
 from pdq.engine.kv import TorchSlot
 from pdq.engine.pointwise import LEVELS_FIELDS
 from pdq.engine.program import Call, Jobs, Numbers
@@ -56,10 +53,9 @@ class Rows:
 class Linear:
     """One linear layer of every block."""
 
-    def __init__(self, products: Sequence[AnyProduct]) -> None:
+    def __init__(self, products: Sequence[CompiledProduct]) -> None:
         self._first = first = products[0]
-        in_bytes = isinstance(first, CompiledInt8Product)
-        self._jobs = Jobs(BYTE_FIELDS if in_bytes else PRODUCT_FIELDS, len(products))
+        self._jobs = Jobs(first.names, len(products))
         self._levels = Jobs(LEVELS_FIELDS, len(products))
         for i, product in enumerate(products):
             self._jobs.set(i, **product.fields)
@@ -100,21 +96,17 @@ class Attention:
         for i, scaling in enumerate(scalings):
             self._chunks.set(i, **compiled_chunk.scale_fields(shape.dtype, scaling))
 
-    def calls(self, rows: Rows, m: dict[str, Tensor], threads: int) -> Attending:
+    def calls(self, rows: Rows, m: dict[str, Tensor], threads: int) -> list[Call]:
         n = [count for _, count in rows.pieces].count(1)
-        found = Attending([], [])
-        if n:
-            self._add_singles(found, [slot for slot, _ in rows.pieces[:n]], rows, m, threads)
+        found = [self._singles_call([slot for slot, _ in rows.pieces[:n]], rows, m, threads)] if n else []
         row = n
         for (slot, count), planes in zip(rows.pieces[n:], rows.planes.T[n:], strict=True):
             part = slice(row, row + count)
-            self._add_chunk(found, slot, count, planes, m["mixed"][part], m["attended"][part])
+            found.append(self._chunk_call(slot, count, planes, m["mixed"][part], m["attended"][part]))
             row += count
         return found
 
-    def _add_singles(
-        self, to: Attending, slots: Sequence[TorchSlot], rows: Rows, m: dict[str, Tensor], threads: int
-    ) -> None:
+    def _singles_call(self, slots: Sequence[TorchSlot], rows: Rows, m: dict[str, Tensor], threads: int) -> Call:
         capacities = np.array([slot.capacity for slot in slots])
         ends = np.array([slot.length + 1 for slot in slots])
         size, mixed = m["mixed"].itemsize, m["mixed"]
@@ -127,15 +119,12 @@ class Attention:
             query_piece=mixed.stride(0) * size,
             query_head=self._shape.key_dim * size,
         )
+        plans = {w: compiled.Plan(self._shape, w, capacities, ends) for w in self._layers}
         for window, layers in self._layers.items():
-            plan = compiled.Plan(self._shape, window, capacities, ends)
-            jobs.set(layers, **plan.fields)
-            to.kept.append(plan)
-        to.calls.append(Call(self._single, jobs))
+            jobs.set(layers, **plans[window].fields)
+        return Call(self._single, jobs, plans)
 
-    def _add_chunk(
-        self, to: Attending, slot: TorchSlot, count: int, planes: Numbers, mixed: Tensor, attended: Tensor
-    ) -> None:
+    def _chunk_call(self, slot: TorchSlot, count: int, planes: Numbers, mixed: Tensor, attended: Tensor) -> Call:
         """planes: addresses of the slot's. mixed, attended: the rows of this piece."""
         shape, size = self._shape, mixed.itemsize
         jobs = self._chunks.filled(
@@ -147,18 +136,12 @@ class Attention:
             out_head=shape.value_dim * size,
             capacity=slot.capacity,
         )
+        plans = []
         for window, layers in self._layers.items():
             first = 0 if window is None else max(0, slot.length + 1 - window)
             plan = compiled_chunk.plan(shape, count, slot.length + count - first, window)
             keys = planes[::2][layers] + first * shape.key_dim * size
             values = planes[1::2][layers] + first * shape.value_dim * size
             jobs.set(layers, key=keys, value=values, **plan.fields)
-            to.kept.append(plan)
-        to.calls.append(Call(self._chunk, jobs))
-
-
-class Attending:
-    """Calls, and what must live as long as they do."""
-
-    def __init__(self, calls: list[Call], kept: list[object]) -> None:
-        self.calls, self.kept = calls, kept
+            plans.append(plan)
+        return Call(self._chunk, jobs, plans)
