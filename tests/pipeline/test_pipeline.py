@@ -10,6 +10,7 @@ from struct import pack
 import pytest
 
 from pdq import keys, kv_transfer
+from pdq.blocks import HEADER_BYTES
 from pdq.client import Handle, Result
 from pdq.errors import (
     ContextTooLong,
@@ -54,11 +55,12 @@ async def leftovers(server: Server) -> set[str]:
 async def test_small_and_large_tails_reach_decode_and_are_gone_after_the_end(server: Server, token_bytes: int) -> None:
     small = token_bytes < kv_transfer.SMALL
     async with LocalPool(server, engine=f"scripted:token_bytes={token_bytes}", kv_memory="16MiB") as pool:
-        for prompt in ("abc", "abcdefg"):  # with and without a block before the tail
+        for prompt in ("abc", "ABCDEFG"):  # a tail alone, and one after a block that decode cannot have stored
             assert (await ask(pool, prompt)).text == expected(prompt.encode(), 12)
         decode, prefill = pool.workers["decode"][0], pool.workers["prefill"][0]
         assert decode.stage.counters()["kv_missing"] == 0
-        assert (prefill.store.counters["bytes_out"] > 6 * token_bytes) is not small  # which travels in the handoff
+        block, tail = (HEADER_BYTES + n * token_bytes for n in (4, 3))
+        assert prefill.store.counters["bytes_out"] == block + (0 if small else 2 * tail)  # small: in the handoff
         with server.client() as direct:
             await until(lambda: not list(direct.scan_iter("pdq:tail:*")))
 
