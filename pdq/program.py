@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pdq import event_loop
+from pdq import event_loop, process
 from pdq.config import WorkerSettings
 from pdq.cores import Cores, OwnCores, SharedCores
 from pdq.engine.base import Engine, Segment
@@ -62,6 +62,7 @@ def run_program(stage: str, settings_class: type[S], build: Callable[[S, Parts],
     logging.basicConfig(level=level, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     try:
         settings = settings_class.load()
+        process.prepare(settings.threads)
         served, engine, tokenizer = _load(settings)
         event_loop.run(_work(stage, settings, served, engine, tokenizer, build))
     except (ConfigError, ModelUnsupported) as e:

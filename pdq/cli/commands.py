@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version as installed_version
-from types import MappingProxyType
 from typing import Annotated, NoReturn
 
 import typer
@@ -24,7 +23,6 @@ from pdq.cli.models import models
 from pdq.cli.options import command
 from pdq.config import DecodeSettings, GatewaySettings, ModelSettings, PrefillSettings, ServeSettings, Settings
 from pdq.errors import ConfigError
-from pdq.serve.machine import compute_variables
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # typer names only this subclass of it
 
@@ -86,13 +84,13 @@ def _gateway(settings: GatewaySettings) -> int:
 def _prefill(settings: PrefillSettings) -> int:
     """Run one prefill worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.prefill", settings, compute_variables(settings.threads))
+    _become("pdq.workers.prefill", settings)
 
 
 def _decode(settings: DecodeSettings) -> int:
     """Run one decode worker."""
     _require("worker", *_engine_modules(settings))
-    _become("pdq.workers.decode", settings, compute_variables(settings.threads))
+    _become("pdq.workers.decode", settings)
 
 
 def _bench(settings: BenchSettings) -> int:
@@ -147,10 +145,10 @@ def health(
     return 0
 
 
-def _become(module: str, settings: Settings, more: Mapping[str, str] = MappingProxyType({})) -> NoReturn:
-    """Replace this process by `python -m module`, run with exactly `settings` and the variables in `more`."""
+def _become(module: str, settings: Settings) -> NoReturn:
+    """Replace this process by `python -m module`, run with exactly `settings`."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", module], settings.environ_of_child() | dict(more))  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-m", module], settings.environ_of_child())  # noqa: S606
 
 
 def _engine_modules(settings: ModelSettings) -> tuple[str, ...]:

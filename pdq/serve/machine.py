@@ -41,29 +41,6 @@ def divide(total: int, workers: int) -> list[int]:
     return [max(1, share + (i < rest)) for i in range(workers)]
 
 
-def compute_variables(threads: int | None) -> dict[str, str]:
-    """Variables for a program that computes with torch and moves KV; what is set in the environment already stays.
-
-    OpenMP threads sleep when they wait instead of spinning for others' cores: two processes with 2 threads each on 2
-    cores took 590-960 ms for what takes 10 ms this way. Before that they look around for some microseconds: a chunk of
-    512 tokens on 2 threads took 207 ms so, and 305-390 without. glibc keeps freed memory
-    of some MB instead of giving it back to the kernel, which would have to zero it page by page at the next use: blocks
-    come in three times as fast.
-    """
-    defaults = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "1000",
-        "KMP_BLOCKTIME": "0",
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
-        "MALLOC_TOP_PAD_": str(16 << 20),
-    }
-    found = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    if threads is not None:
-        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return found
-
-
 def free_port(host: str = "127.0.0.1") -> int:
     """A port nobody listens on now."""
     return _bind(host, 0)

@@ -247,7 +247,7 @@ def _worker(settings: WorkerSettings, stage: str, number: int, threads: int, loc
     name = f"{stage}-{number}"
     cores = str(locks / name) if locks else None
     own = replace(settings, threads=threads, cores=cores, name=settings.name and f"{settings.name}-{name}")
-    env = own.environ_of_child() | machine.compute_variables(threads) | {"PYTHONUNBUFFERED": "1"}
+    env = own.environ_of_child() | {"PYTHONUNBUFFERED": "1"}
     return Program(name=name, argv=(sys.executable, "-m", f"pdq.workers.{stage}"), env=env)
 
 

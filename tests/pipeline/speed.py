@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 
-from pdq import bulk, keys, prefix
+from pdq import bulk, keys, prefix, process
 from pdq.blocks import HEADER_BYTES, BlockCodec
 from pdq.store import BlockStore
 from tests.pipeline.test_bulk import RawSocket, seconds
@@ -82,6 +82,7 @@ def with_an_index_of(server: Server, indexed: int, rounds: int = 200) -> dict[st
 
 
 def main() -> None:
+    process.prepare(threads=None)
     server = Server()
     try:
         print({name: f"{share:.0%}" for name, share in bulk_path(server).items()})

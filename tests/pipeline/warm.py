@@ -9,14 +9,12 @@ to the median of the cold figures in the same run.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
 import time
 
 import aiohttp
 
-from pdq.serve import machine
 from tests.faults.programs import Program, Programs
 from tests.servers import Server
 
@@ -40,7 +38,6 @@ class Measurement:
     """The pool, and prompts of which no two share more than they should."""
 
     def __init__(self, server: Server) -> None:
-        os.environ.update(machine.compute_variables(1))
         self.programs = Programs(server, max_model_len=4096, kv_memory="2GiB", threads=1)
         self._dice = random.Random(time.time_ns())
         self.gateway = self.programs.start("gateway")

@@ -145,7 +145,6 @@ def test_the_gateway_command_becomes_the_program_with_exactly_these_settings(
     [(argv, env)] = became
     assert argv == [sys.executable, "-m", "pdq.gateway"]
     assert {k: v for k, v in env.items() if k.startswith("PDQ_")} == {"PDQ_POOL": "p", "PDQ_MODEL": "some folder"}
-    assert "OMP_NUM_THREADS" not in env.keys() - os.environ.keys()
     assert env["PATH"] == os.environ["PATH"]
 
 
@@ -168,7 +167,6 @@ def test_a_worker_command_becomes_the_stages_program(
     [(argv, env)] = became
     assert argv[1:] == ["-m", f"pdq.workers.{stage}"]
     assert (env["PDQ_ENGINE"], env["PDQ_THREADS"]) == ("scripted:step_ms=1", "2")
-    assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
 
 
 def test_exit_codes_of_a_worker_are_its_own() -> None:

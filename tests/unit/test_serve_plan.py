@@ -50,25 +50,15 @@ def test_given_threads_are_each_workers() -> None:
     assert worker_threads(settings(threads=3, prefill=1, decode=2), cores=2) == [3, 3, 3]
 
 
-def test_workers_get_their_settings_and_threads_that_sleep_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_their_settings_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDQ_MAX_BATCH", "3")
-    monkeypatch.setenv("OMP_NUM_THREADS", "64")
     programs = worker_programs(settings(prefill=2, decode=1, max_batch=5, chunk_tokens=64), cores=8)
     assert [p.name for p in programs] == ["prefill-1", "prefill-2", "decode-1"]
     assert [p.argv[-1] for p in programs] == ["pdq.workers.prefill", "pdq.workers.prefill", "pdq.workers.decode"]
     assert [p.env["PDQ_THREADS"] for p in programs] == ["3", "3", "2"]
-    for p in programs:
-        assert p.env["OMP_NUM_THREADS"] == p.env["MKL_NUM_THREADS"] == p.env["PDQ_THREADS"]
-        assert (p.env["OMP_WAIT_POLICY"], p.env["KMP_BLOCKTIME"]) == ("PASSIVE", "0")
     prefill, decode = PrefillSettings.load(programs[0].env), DecodeSettings.load(programs[2].env)
     assert (prefill.chunk_tokens, prefill.redis_url, prefill.engine) == (64, "redis://h:1/0", "scripted")
     assert (decode.max_batch, decode.name) == (5, None)
-
-
-def test_a_wait_policy_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    found = machine.compute_variables(None)
-    assert (found["OMP_WAIT_POLICY"], found["KMP_BLOCKTIME"]) == ("ACTIVE", "0")
 
 
 def test_a_given_name_stays_unique_among_the_workers() -> None:
