@@ -46,7 +46,8 @@ class Sequence:
         self.text = ""
         self.finish_reason: str | None = None
         self.joined = time.monotonic()
-        self.written = self.joined if self.sent else -math.inf  # when the latest event was made; what is first is late
+        # When the latest event was made, and the latest with text; if by prefill, about then. What is first is late.
+        self._told = self._shown = running.claimed - running.job.timings.handoff_ms / 1000 if self.sent else -math.inf
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def segment(self, room: int = 0) -> Segment:
@@ -97,6 +98,11 @@ class Sequence:
         self.known.append(token)
         self.feed = [token]
 
+    @property
+    def silent_since(self) -> float:
+        """When its client last heard of what it has to tell: a token may be a part of a character, and show nothing."""
+        return self._shown if self.text else self._told
+
     def event(self) -> Event:
         """Take what was sampled since the last event as the next one."""
         logprobs = self.generation.logprobs(self.scores) if self.scores else ()
@@ -107,7 +113,7 @@ class Sequence:
             timings = Timings(so_far.queue_ms, so_far.prefill_ms, so_far.handoff_ms, (now - self.joined) * 1000)
         event = Event(self.sent, tuple(self.tokens), self.text, self.finish_reason, usage, timings, logprobs=logprobs)
         self.sent += len(self.tokens)
-        self.written = now
+        self._told, self._shown = now, now if self.text else self._shown
         self.tokens, self.scores, self.text = [], [], ""
         return event
 

@@ -51,7 +51,7 @@ class DecodeStage:
         self._finished: list[Sequence] = []  # out of the batch, terminal event not written yet
         self._work_to_do = asyncio.Event()
         self._to_write = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._overdue = asyncio.Event()  # an end, or a token of somebody silent for long, waits for no flush
         self._stepping = asyncio.Lock()
         self._counters: Counter[str] = Counter()
         self._write_back = WriteBack(
@@ -209,6 +209,8 @@ class DecodeStage:
                 self._advance(sequence, segment, token)
         if any(s.tokens for s in batch):
             self._to_write.set()
+            if not self._patience():
+                self._overdue.set()
 
     def _segments(self, batch: list[Sequence]) -> list[Segment]:
         """With drafts in the rows that the sequences leave free: more of them would slow everybody down."""
@@ -260,7 +262,7 @@ class DecodeStage:
         if sequence.finish_reason is not None:
             self._batch.remove(sequence)
             self._finished.append(sequence)
-            self._ended.set()
+            self._overdue.set()
             known = sequence.known[: sequence.slot.length]
             self._write_back.take(sequence.slot, known, sequence.chain, sequence.running.job.request)
 
@@ -268,17 +270,21 @@ class DecodeStage:
         while True:
             await self._to_write.wait()
             self._to_write.clear()
-            with suppress(TimeoutError):  # an end does not wait for the next flush
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._patience()):
-                    await self._ended.wait()
-            self._ended.clear()
+                    await self._overdue.wait()
+            self._overdue.clear()
             await self._write([(s, s.event()) for s in self._due()])
-            if any(s.tokens for s in self._batch):
+            if self._telling():
                 self._to_write.set()
 
+    def _telling(self) -> list[Sequence]:
+        """Those that run and have something to tell."""
+        return [s for s in self._batch if s.tokens and not s.outcome.done()]
+
     def _patience(self) -> float:
-        """Seconds until somebody's tokens have to be written."""
-        oldest = min((s.written for s in self._batch if s.tokens), default=-math.inf)
+        """Seconds until somebody's tokens have to be written: at once if nobody has any but those that end."""
+        oldest = min((s.silent_since for s in self._telling()), default=-math.inf)
         return max(oldest + self._settings.flush_ms / 1000 - time.monotonic(), 0.0)
 
     def _due(self) -> list[Sequence]:
@@ -287,8 +293,8 @@ class DecodeStage:
         Half, so that all who run are soon written together.
         """
         late = time.monotonic() - self._settings.flush_ms / 2000
-        running = [s for s in self._batch if s.tokens and s.written <= late]
-        return [s for s in (*running, *self._finished) if s.tokens and not s.outcome.done()]
+        ending = [s for s in self._finished if s.tokens and not s.outcome.done()]
+        return [s for s in self._telling() if s.silent_since <= late] + ending
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
         """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""

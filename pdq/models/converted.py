@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -190,7 +191,9 @@ def _pip() -> list[str]:
         return [sys.executable, "-m", "pip"]
     spec = importlib.util.find_spec("ensurepip")
     bundled = Path(spec.origin).parent / "_bundled" if spec and spec.origin else None
-    wheels = sorted(bundled.glob("pip-*.whl")) if bundled else []
+    system = sysconfig.get_config_var("WHEEL_PKG_DIR")  # where a Linux distribution keeps it instead
+    folders = [folder for folder in (bundled, system and Path(system)) if folder]
+    wheels = [wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))]
     if not wheels:
         raise Unavailable("the built-in model is fetched with pip, which this Python lacks; give --model a folder")
     return [sys.executable, str(wheels[-1] / "pip")]

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -237,13 +239,19 @@ def held(fake: FakeServer) -> threading.Event:
     return asked
 
 
-def _start(fake: FakeServer, **streams: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(fake: FakeServer, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
+    """`pdq bench`, which is gone after the block."""
     words = ["bench", "--url", fake.url, "--requests", "4", "--concurrency", "1"]
-    return subprocess.Popen([sys.executable, "-m", "pdq", *words], **streams)
+    with subprocess.Popen([sys.executable, "-m", "pdq", *words], **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_ends_the_load_and_shows_what_was_measured(fake: FakeServer, held: threading.Event) -> None:
-    with _start(fake, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started(fake, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert held.wait(30)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
@@ -255,7 +263,7 @@ def test_ctrl_c_ends_the_load_and_shows_what_was_measured(fake: FakeServer, held
 
 def test_a_terminal_gets_a_progress_bar(fake: FakeServer, held: threading.Event) -> None:
     ours, theirs = pty.openpty()
-    with _start(fake, stdout=theirs, stderr=theirs) as process:
+    with started(fake, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
         while b"1 of 4 requests" not in shown:

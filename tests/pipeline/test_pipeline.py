@@ -154,6 +154,18 @@ async def test_tokens_after_the_first_are_told_once_a_flush_and_with_the_end(ser
         await handle.cancel()
 
 
+async def test_the_second_token_waits_for_no_flush_if_it_was_long_in_coming(server: Server) -> None:
+    async with LocalPool(server, engine="scripted:step_ms=1", decode=0, decode_flush_ms=400.0) as pool:
+        handle = await pool.client.submit(prompt="hello", max_tokens=3000, temperature=0)
+        stream = handle.stream()
+        await anext(stream)
+        await asyncio.sleep(0.5)
+        pool.add("decode")
+        counts = [len((await anext(stream)).token_ids) for _ in range(2)]
+        assert counts[0] < 100 < counts[1]
+        await handle.cancel()
+
+
 async def test_end_of_text_ends_the_answer_unless_ignored(server: Server) -> None:
     async with LocalPool(server, engine="scripted:eos_every=6") as pool:
         result = await ask(pool, "some prompt", 400)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections.abc import Iterator
@@ -96,9 +97,13 @@ def make_wheel(path: Path) -> None:
 def test_an_environment_without_pip_uses_the_copy_that_comes_with_python(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
-    command = [*converted._pip(), "--version"]
-    assert "_bundled" in command[1]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("pip ")
+    command = converted._pip()
+    assert command[1].endswith(".whl/pip")
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("pip ")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)  # as where the system keeps it in its own folder
+    monkeypatch.setattr(sysconfig, "get_config_var", {"WHEEL_PKG_DIR": str(Path(command[1]).parents[1])}.get)
+    assert converted._pip() == command
 
 
 # --- making a model once
