@@ -213,7 +213,7 @@ class DecodeSettings(WorkerSettings):
         choices=("off", "ngram"),
     )
     draft_tokens: int = setting(4, "Most guessed tokens of a sequence in a step.", low=1, high=64)
-    flush_ms: float = setting(20.0, "A stream's tokens are gathered for this long, then written together.", low=0, high=1000)
+    flush_ms: float = setting(20.0, "A stream's tokens are gathered for so long, then written.", low=0, high=1000)
     publish_decode: str = setting(
         "always", "Whose finished blocks decode stores for the next turn.", choices=("always", "chat", "off")
     )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pdq.engine.base import Scores, Segment, Slot
 from pdq.errors import PdqError
@@ -40,6 +41,7 @@ class Prompt:
     sought: int = -1  # blocks that were there when more were last looked for
     earlier: Usage | None = None  # as the attempt that made token 0 visible counted
     began: float = 0.0  # when its first chunk did, by time.monotonic()
+    exporting: asyncio.Future[Blocks] | None = None  # of the latest chunk
     storing: asyncio.Task[None] | None = None  # of the latest chunk's blocks
     scores: list[Scores] = field(default_factory=list)  # of that token, if they are wanted
 
@@ -68,11 +70,11 @@ def work_of(running: Running) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A computed chunk: where it began, the blocks that it filled, and the token after it if that was wanted."""
+    """A computed chunk: where it began, the token after it if that was wanted, and, soon, the blocks that it filled."""
 
     start: int
-    blocks: Blocks
     token: int | None
+    blocks: asyncio.Future[Blocks]
 
 
 @dataclass(eq=False, slots=True)
@@ -81,8 +83,19 @@ class _Turn:
 
     prompt: Prompt
     done: asyncio.Future[Chunk | None]
+    blocks: asyncio.Future[Blocks]
     segment: Segment | None = None
-    computing: asyncio.Future[list[Chunk | Exception]] | None = None
+    computing: asyncio.Future[list[Blocks | Exception]] | None = None
+
+    def lacks(self, token: int | None) -> bool:
+        return token is None and self.segment is not None and self.segment.sample is not None
+
+    def take(self, blocks: Blocks | Exception) -> None:
+        if isinstance(blocks, Exception):
+            self.blocks.set_exception(blocks)
+            self.blocks.exception()  # whoever has gone meanwhile does not miss it
+        else:
+            self.blocks.set_result(blocks)
 
     def end(self, outcome: Chunk | Exception | None) -> None:
         if self.done.done():
@@ -91,6 +104,9 @@ class _Turn:
             self.done.set_exception(outcome)
         else:
             self.done.set_result(outcome)
+
+
+_Teller: TypeAlias = Callable[[_Turn, int, "int | None"], None]  # where the chunk began, the token after it
 
 
 class Forwards:
@@ -127,7 +143,8 @@ class Forwards:
 
         Raises why the prompt should stop, or what failed for it alone.
         """
-        turn = _Turn(prompt, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        turn = _Turn(prompt, loop.create_future(), loop.create_future())
         self._turns[prompt.work] = turn
         prompt.work.remaining = len(prompt.sequence) - prompt.slot.length
         self._schedule.add(prompt.work)
@@ -186,52 +203,68 @@ class Forwards:
 
     async def _compute(self, turns: list[_Turn]) -> None:
         try:
-            outcomes = await self._in_one(turns)
+            await self._in_one(turns)
         except Exception as e:
             if len(turns) == 1:
                 turns[0].end(e)
             else:
                 log.exception("a forward over %d prompts failed; trying them one by one", len(turns))
                 await self._one_by_one(turns)
-            return
-        for turn, outcome in zip(turns, outcomes, strict=True):
-            turn.end(outcome)
 
     async def _one_by_one(self, turns: list[_Turn]) -> None:
         """A failed forward has changed no slot's length: whoever fails again when alone was the cause."""
         for turn in turns:
             if not turn.done.done():
                 try:
-                    (outcome,) = await self._in_one([turn])
+                    await self._in_one([turn])
                 except Exception as e:
                     log.exception("%s: its forward fails", turn.prompt.running.job.id)
-                    outcome = e
-                turn.end(outcome)
+                    turn.end(e)
 
-    async def _in_one(self, turns: list[_Turn]) -> list[Chunk | Exception]:
+    async def _in_one(self, turns: list[_Turn]) -> None:
         began = time.monotonic()
-        computing = asyncio.ensure_future(in_thread(self._thread, lambda: self._computed(turns)))
+        loop = asyncio.get_running_loop()
+
+        def tell(turn: _Turn, start: int, token: int | None) -> None:
+            loop.call_soon_threadsafe(_tell, turn, start, token)
+
+        computing = asyncio.ensure_future(in_thread(self._thread, lambda: self._computed(turns, tell)))
         for turn in turns:
             turn.computing = computing
         self._begins()
-        outcomes = await computing
+        try:
+            exported = await computing
+        except asyncio.CancelledError:  # a failed forward has told nobody of blocks, and is tried again
+            for turn in turns:
+                turn.blocks.cancel()
+            raise
+        for turn, blocks in zip(turns, exported, strict=True):
+            turn.take(blocks)
         self.latest = time.monotonic() - began
         self.seconds += self.latest
         self.counters.update(forwards=1, computed_tokens=sum(len(t.segment.token_ids) for t in turns if t.segment))
-        return outcomes
 
-    def _computed(self, turns: list[_Turn]) -> list[Chunk | Exception]:
+    def _computed(self, turns: list[_Turn], tell: _Teller) -> list[Blocks | Exception]:
+        """A forward, then the blocks that it filled: token 0 does not wait for those."""
         segments = [turn.segment for turn in turns if turn.segment is not None]
         starts = [segment.slot.length for segment in segments]
         tokens = self._forward(segments)
-        return [self._outcome(*each) for each in zip(turns, segments, starts, tokens, strict=True)]
+        for turn, start, token in zip(turns, starts, tokens, strict=True):
+            tell(turn, start, token)
+        return [self._exported(*each) for each in zip(turns, segments, starts, tokens, strict=True)]
 
-    def _outcome(self, turn: _Turn, segment: Segment, start: int, token: int | None) -> Chunk | Exception:
-        if segment.sample is not None and token is None:
-            return RuntimeError("the model's logits are not finite")  # and its KV is not to be stored
+    def _exported(self, turn: _Turn, segment: Segment, start: int, token: int | None) -> Blocks | Exception:
+        if turn.lacks(token):
+            return []  # its KV is not to be stored
         try:
-            blocks = self._transfer.export(segment.slot, turn.prompt.chain, start, segment.slot.length)
+            return self._transfer.export(segment.slot, turn.prompt.chain, start, segment.slot.length)
         except Exception as e:
             log.exception("%s: its blocks cannot be exported", turn.prompt.running.job.id)
             return e
-        return Chunk(start, blocks, token)
+
+
+def _tell(turn: _Turn, start: int, token: int | None) -> None:
+    if turn.lacks(token):
+        turn.end(RuntimeError("the model's logits are not finite"))
+    else:
+        turn.end(Chunk(start, token, turn.blocks))

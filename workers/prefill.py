@@ -24,7 +24,6 @@ from pdq.connection import RedisError
 from pdq.engine.base import Segment
 from pdq.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from pdq.generation import Generation, max_new_tokens
-from pdq.kv_transfer import Blocks
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request, Timings
 from pdq.prefill_forwards import Chunk, Forwards, Prompt, work_of
@@ -158,6 +157,8 @@ class PrefillStage:
         finally:
             if prompt.storing is not None:
                 prompt.storing.cancel()
+            if prompt.exporting is not None:
+                await asyncio.wait([prompt.exporting])
             parts.slots.close(slot)
 
     async def _deliver(self, prompt: Prompt, token: int | None, timings: Timings) -> None:
@@ -229,14 +230,16 @@ class PrefillStage:
             if chunk is None:
                 await self._look_again(prompt)
                 continue
-            token = chunk.token
+            token, prompt.exporting = chunk.token, chunk.blocks
             if prompt.slot.length < len(prompt.sequence):
                 await prompt.stored()  # one chunk's bytes at a time: a slow Redis slows prefill and fills no memory
-            if not chunk.blocks:
+            size = self._settings.block_size
+            hashes = prompt.chain.hashes[chunk.start // size : prompt.slot.length // size]
+            if not hashes:
                 continue
             prompt.storing = asyncio.create_task(self._store(prompt, chunk, prompt.storing))
-            self._coming |= dict.fromkeys((block_hash for block_hash, _ in chunk.blocks), prompt.storing)
-            prompt.storing.add_done_callback(partial(self._stored, chunk.blocks))
+            self._coming |= dict.fromkeys(hashes, prompt.storing)
+            prompt.storing.add_done_callback(partial(self._stored, hashes))
         return token
 
     def _forward(self, segments: Sequence[Segment]) -> list[int | None]:
@@ -268,10 +271,11 @@ class PrefillStage:
         if before is not None:
             await before
         first = chunk.start // self._settings.block_size * self._settings.block_size
-        await self._parts.transfer.publish(chunk.blocks, first, prompt.chain, prompt.running.remaining)
+        blocks = await asyncio.shield(chunk.blocks)  # which others wait for too
+        await self._parts.transfer.publish(blocks, first, prompt.chain, prompt.running.remaining)
 
-    def _stored(self, blocks: Blocks, _task: asyncio.Task[None]) -> None:
-        for block_hash, _ in blocks:
+    def _stored(self, hashes: Sequence[bytes], _task: asyncio.Task[None]) -> None:
+        for block_hash in hashes:
             self._coming.pop(block_hash, None)
         self._parts.worker.more_room()
 

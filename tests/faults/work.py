@@ -13,7 +13,7 @@ from tests.faults.pool import read, submit, text_of, until
 from tests.servers import Server
 
 WORK = {
-    "decoding": ("decodes while it happens", 200),
+    "decoding": ("decodes while it happens", 400),
     "between": ("handed over, decode has no room", 20),
     "prefilling": ("p" * 500, 20),
     "queued": ("queued for prefill", 20),

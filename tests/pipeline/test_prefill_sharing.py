@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from pdq.client import Handle
 from pdq.engine.base import Segment
+from pdq.engine.scripted import ScriptedSlot
 from pdq.errors import DeadlineExceeded, RequestCancelled, RequestFailed
-from pdq.kv_transfer import KVTransfer
+from pdq.kv_transfer import Blocks, KVTransfer
 from pdq.prefill_schedule import LONG, PATIENCE
 from tests.pipeline.local import LocalPool, LocalWorker
 from tests.pipeline.test_pipeline import ask, expected
@@ -158,6 +161,7 @@ async def test_a_prompt_that_breaks_its_forward_costs_its_neighbours_nothing(
         assert max(broken) > 1
         assert 1 in broken
         assert worker.worker.counters["failed"] == 2
+        assert worker.worker.counters["claimed"] == 5  # the poison twice, nobody else
 
 
 async def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
@@ -250,6 +254,53 @@ async def test_the_first_token_goes_out_before_the_blocks_of_its_forward_are_sto
         await until(lambda: _in_decode(long))
         pool.add("decode")
         assert (await long.result(10)).text == expected(b"a" * (2 * CHUNK - 5), 2)
+
+
+async def test_the_first_token_does_not_wait_for_its_blocks_to_be_made_but_its_slot_does(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalPool(server, drain_seconds=0.1, **OPTIONS) as pool:
+        may_export, export = threading.Event(), KVTransfer.export
+
+        def slow(self: KVTransfer, *args: Any) -> Blocks:
+            may_export.wait(10)
+            return export(self, *args)
+
+        monkeypatch.setattr(KVTransfer, "export", slow)
+        worker = pool.workers["prefill"][0]
+        handle = await submit(pool, "a" * 20, 5)
+        async with asyncio.timeout(5):
+            await first_token(handle)
+        stopped = asyncio.create_task(worker.stop())
+        async with asyncio.timeout(10):
+            while (await handle.status()).state != "queued":  # given back
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert worker.engine._open  # memory that is being read is not given to others
+        may_export.set()
+        await stopped
+        assert not worker.engine._open
+        pool.add("prefill")
+        assert (await handle.result(10)).text == expected(b"a" * 20, 5)
+
+
+async def test_blocks_that_cannot_be_made_cost_an_attempt_of_their_own_prompt(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalPool(server, **OPTIONS) as pool:
+        export, failed = KVTransfer.export, []
+
+        def broken(self: KVTransfer, slot: ScriptedSlot, *args: Any) -> Blocks:
+            if slot.tokens[0] == ord("#") and not failed:
+                failed.append(slot)
+                raise RuntimeError("boom")
+            return export(self, slot, *args)
+
+        monkeypatch.setattr(KVTransfer, "export", broken)
+        handles = [await submit(pool, text * 20, 5) for text in "a#b"]
+        texts = [(await h.result(10)).text for h in handles]
+        assert texts == [expected(text * 20, 5) for text in (b"a", b"#", b"b")]
+        assert len(failed) == pool.workers["prefill"][0].worker.counters["failed"] == 1
 
 
 async def _in_decode(handle: Handle) -> bool:
