@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from pdq.engine.base import Scores, Segment, Slot
 from pdq.errors import PdqError
@@ -90,6 +89,13 @@ class _Turn:
     def lacks(self, token: int | None) -> bool:
         return token is None and self.segment is not None and self.segment.sample is not None
 
+    def tell(self, start: int, token: int | None) -> None:
+        """What the forward gave, from token `start` on; the blocks come later."""
+        if self.lacks(token):
+            self.end(RuntimeError("the model's logits are not finite"))
+        else:
+            self.end(Chunk(start, token, self.blocks))
+
     def take(self, blocks: Blocks | Exception) -> None:
         if isinstance(blocks, Exception):
             self.blocks.set_exception(blocks)
@@ -104,9 +110,6 @@ class _Turn:
             self.done.set_exception(outcome)
         else:
             self.done.set_result(outcome)
-
-
-_Teller: TypeAlias = Callable[[_Turn, int, "int | None"], None]  # where the chunk began, the token after it
 
 
 class Forwards:
@@ -224,11 +227,7 @@ class Forwards:
     async def _in_one(self, turns: list[_Turn]) -> None:
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-
-        def tell(turn: _Turn, start: int, token: int | None) -> None:
-            loop.call_soon_threadsafe(_tell, turn, start, token)
-
-        computing = asyncio.ensure_future(in_thread(self._thread, lambda: self._computed(turns, tell)))
+        computing = asyncio.ensure_future(in_thread(self._thread, lambda: self._computed(turns, loop)))
         for turn in turns:
             turn.computing = computing
         self._begins()
@@ -244,13 +243,13 @@ class Forwards:
         self.seconds += self.latest
         self.counters.update(forwards=1, computed_tokens=sum(len(t.segment.token_ids) for t in turns if t.segment))
 
-    def _computed(self, turns: list[_Turn], tell: _Teller) -> list[Blocks | Exception]:
+    def _computed(self, turns: list[_Turn], loop: asyncio.AbstractEventLoop) -> list[Blocks | Exception]:
         """A forward, then the blocks that it filled: token 0 does not wait for those."""
         segments = [turn.segment for turn in turns if turn.segment is not None]
         starts = [segment.slot.length for segment in segments]
         tokens = self._forward(segments)
         for turn, start, token in zip(turns, starts, tokens, strict=True):
-            tell(turn, start, token)
+            loop.call_soon_threadsafe(turn.tell, start, token)
         return [self._exported(*each) for each in zip(turns, segments, starts, tokens, strict=True)]
 
     def _exported(self, turn: _Turn, segment: Segment, start: int, token: int | None) -> Blocks | Exception:
@@ -261,10 +260,3 @@ class Forwards:
         except Exception as e:
             log.exception("%s: its blocks cannot be exported", turn.prompt.running.job.id)
             return e
-
-
-def _tell(turn: _Turn, start: int, token: int | None) -> None:
-    if turn.lacks(token):
-        turn.end(RuntimeError("the model's logits are not finite"))
-    else:
-        turn.end(Chunk(start, token, turn.blocks))

@@ -1,7 +1,7 @@
 """The decode worker: one batch of running completions, one token each a step, or several where drafts come true.
 
     handoff -> KV blocks and tail into a slot -> joins the batch at the next step -> tokens to the reply stream, in
-    events written at most every `flush_ms` -> terminal event
+    events written about every `flush_ms` -> terminal event
 
 Jobs join and leave at every step. The batch loop never waits for Redis: loading happens beside it, and one writer sends
 all jobs' events in a single round trip.
@@ -275,16 +275,12 @@ class DecodeStage:
                     await self._overdue.wait()
             self._overdue.clear()
             await self._write([(s, s.event()) for s in self._due()])
-            if self._telling():
+            if _telling(self._batch):
                 self._to_write.set()
-
-    def _telling(self) -> list[Sequence]:
-        """Those that run and have something to tell."""
-        return [s for s in self._batch if s.tokens and not s.outcome.done()]
 
     def _patience(self) -> float:
         """Seconds until somebody's tokens have to be written: at once if nobody has any but those that end."""
-        oldest = min((s.silent_since for s in self._telling()), default=-math.inf)
+        oldest = min((s.silent_since for s in _telling(self._batch)), default=-math.inf)
         return max(oldest + self._settings.flush_ms / 1000 - time.monotonic(), 0.0)
 
     def _due(self) -> list[Sequence]:
@@ -293,8 +289,7 @@ class DecodeStage:
         Half, so that all who run are soon written together.
         """
         late = time.monotonic() - self._settings.flush_ms / 2000
-        ending = [s for s in self._finished if s.tokens and not s.outcome.done()]
-        return [s for s in self._telling() if s.silent_since <= late] + ending
+        return [s for s in _telling(self._batch) if s.silent_since <= late] + _telling(self._finished)
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
         """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""
@@ -316,6 +311,11 @@ class DecodeStage:
                 elif event.terminal:
                     sequence.end(None)
             return
+
+
+def _telling(sequences: list[Sequence]) -> list[Sequence]:
+    """Those that have something to tell."""
+    return [s for s in sequences if s.tokens and not s.outcome.done()]
 
 
 def main() -> None:

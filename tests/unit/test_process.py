@@ -6,11 +6,16 @@ import sys
 
 import pytest
 
+from pdq import process, program
+from pdq.config import DecodeSettings
+from pdq.errors import ConfigError
+
 SHOW = """
 import os, resource
 from pdq import process
 process.prepare({threads})
-print(*(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")))
+names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+print(*map(os.environ.get, names))
 def blocks():
     for _ in range(20):
         bytearray(4 << 20)
@@ -32,12 +37,27 @@ def shown(threads: int | None, **variables: str) -> tuple[list[str], int]:
 
 
 def test_threads_that_wait_sleep_and_are_as_many_as_told() -> None:
-    assert shown(3)[0] == ["PASSIVE", "1000", "0", "3"]
+    assert shown(3, OMP_NUM_THREADS="64")[0] == ["PASSIVE", "1000", "0", "3", "3"]
 
 
 def test_what_was_chosen_in_the_environment_stays() -> None:
     words, _ = shown(None, OMP_WAIT_POLICY="ACTIVE", OMP_NUM_THREADS="2")
-    assert words == ["ACTIVE", "1000", "0", "2"]
+    assert words == ["ACTIVE", "1000", "0", "2", "None"]
+
+
+def test_a_worker_does_so_before_it_loads_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setenv("PDQ_THREADS", "3")
+    monkeypatch.setattr(process, "prepare", done.append)
+
+    def load(settings: DecodeSettings) -> None:
+        done.append("loading")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(program, "_load", load)
+    with pytest.raises(SystemExit):
+        program.run_program("decode", DecodeSettings, None)  # type: ignore[arg-type]
+    assert done == [3, "loading"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's way to keep memory")
