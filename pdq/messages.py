@@ -17,7 +17,7 @@ import msgpack
 
 from pdq.wire import Mismatch, check_of, plain
 
-VERSION = 1  # rises with every change; appended fields included
+VERSION = 2  # rises with every change; appended fields included
 OLDEST_VERSION = 1  # that still decodes
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a request is bounded by the gateway's body limit, an event by its tokens
 LANES = ("high", "normal", "batch")
@@ -233,7 +233,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself in its heartbeat."""
+    """What a worker says of itself in its heartbeat. numerics: the numerics id of its engine, "" if it is an older one's."""
 
     name: str
     stage: str
@@ -244,6 +244,7 @@ class WorkerInfo:
     running: int = 0
     capacity: int = 0
     counters: tuple[tuple[str, int], ...] = ()
+    numerics: str = ""
 
 
 M = TypeVar("M", Request, Handoff, Event, WorkerInfo)

@@ -92,11 +92,13 @@ async def _work(
     spec = engine.spec
     cores = _cores(settings)
     worker = Worker(
-        settings, stage, model=served, fingerprint=spec.fingerprint, context=spec.max_model_len, cores=cores
-    )
+        settings, stage, model=served, fingerprint=spec.fingerprint, context=spec.max_model_len,
+        numerics=spec.numerics, cores=cores,
+    )  # fmt: skip
     compute = ThreadPoolExecutor(1, thread_name_prefix="pdq-engine")
     parts = Parts(engine, tokenizer, worker, KVTransfer(settings, engine), Slots(engine), compute, cores)
     log.info("%s: ready, model %s, context %d, pool %s", worker.name, served, spec.max_model_len, settings.pool)
+    log.info("%s: computes by %s", worker.name, spec.numerics)
     with closing(cores):
         await worker.run(build(settings, parts))
 

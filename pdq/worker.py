@@ -105,13 +105,14 @@ class Worker:
         model: str,
         fingerprint: bytes,
         context: int,
+        numerics: str = "",
         cores: Cores | None = None,
     ) -> None:
         self.settings = settings
         self.keys = Keys(settings.pool)
         self.name = settings.name or f"{stage_name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.model = model
-        self._fingerprint, self._context = fingerprint, context
+        self._fingerprint, self._context, self._numerics = fingerprint, context, numerics
         self._cores = cores or OwnCores()
         url, home = settings.redis_url, self.keys.home
         self._redis = connection.command(url, home=home)
@@ -303,6 +304,7 @@ class Worker:
                 name=self.name, stage=stage.name, model=self.model, fingerprint=self._fingerprint,
                 max_model_len=self._context, state=self._state(),
                 running=len(self._jobs), capacity=stage.capacity, counters=tuple(sorted(counters.items())),
+                numerics=self._numerics,
             )  # fmt: skip
             try:
                 if not self._joined:

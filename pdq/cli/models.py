@@ -72,6 +72,7 @@ def _lines(model: str, report: Report) -> list[tuple[str, Any]]:
     return [
         ("model", f"{model} ({report.model_class})"),
         ("supported", "yes" if report.compared else "yes, as far as shapes and masks show; loading it compares logits"),
+        ("forward", "compiled as a whole on this CPU" if report.fused else "by the model's own code"),
         *_kv(report),
         ("context", f"{report.context:,} tokens" if report.context else "not stated; --max-model-len is needed"),
         ("chat", _chat(report)),

@@ -24,10 +24,11 @@ from transformers import AttentionInterface
 
 from pdq.engine import compiled_chunk, kernels, products
 from pdq.engine.compiled import Batch
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import LayerShape, TorchSlot
 
 IMPLEMENTATION = "pdq"
-_FUSED = products.Choice()
+_STOCK = KernelSet()
 _running = threading.local()
 
 
@@ -105,8 +106,7 @@ class Step(Lengthless):
 
     reads: which layer's KV each attention call sees, in the order of the calls; several may see the same. pieces:
     (slot, new tokens) in the order of the packed rows; all pieces of one token come first. The new tokens of a slot get
-    the positions from `slot.length` on; the lengths are not changed here. choice: where products are used instead of
-    the fused kernel. compiled: are the compiled kernels used, where they can be?
+    the positions from `slot.length` on; the lengths are not changed here. kernel_set: used where they can be.
     """
 
     def __init__(
@@ -114,18 +114,16 @@ class Step(Lengthless):
         layers: Sequence[LayerShape],
         reads: Sequence[int],
         pieces: Sequence[tuple[TorchSlot, int]],
-        choice: products.Choice = _FUSED,
-        compiled: bool = False,
+        kernel_set: KernelSet = _STOCK,
     ) -> None:
         self._layers = layers
         self._reads = iter(reads)
-        self._choice = choice
-        self._compiled = compiled
+        self._kernels = kernel_set
         self._counts = [n for _, n in pieces]
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
         self._pieces = pieces
-        self._batch = Batch([slot for slot, _ in pieces[: self._singles]]) if compiled and self._singles else None
+        self._batch = Batch([slot for slot, _ in pieces[: self._singles]]) if kernel_set.decode and self._singles else None
         self._in_batch = 0 if self._batch is None else self._singles
         written = [slot.planes(slot.length, slot.length + n) for slot, n in pieces[self._in_batch :]]
         self._written = _by_plane(written)
@@ -207,11 +205,11 @@ class Step(Lengthless):
         bias: Tensor | None,
     ) -> Tensor:
         (start, n), window = self._chunks[i], layer.window
-        if self._compiled and scores.plain and not layer.derived and compiled_chunk.trial(query.dtype):
+        if self._kernels.prefill and scores.plain and not layer.derived:
             found = compiled_chunk.chunk(query, key, value, window=window, scaling=scores.scaling)
             if found is not None:
                 return found
-        if scores.plain and self._choice.chunk(n, start + n):
+        if scores.plain and self._kernels.bmm.chunk(n, start + n):
             return products.chunk(
                 query,
                 key,
@@ -252,7 +250,7 @@ class Step(Lengthless):
         seen: list[int | None] = []
         spans = [(_first(slot.length, layer.window), slot.length + n) for slot, n in self._pieces]
         for (slot, n), (first, end) in zip(self._pieces, spans, strict=True):
-            if n == 1 and not layer.derived and self._choice.single(layer.heads, end - first, layer.key_dim):
+            if n == 1 and not layer.derived and self._kernels.bmm.single(layer.heads, end - first, layer.key_dim):
                 stop = min(slot.capacity, end + (first - end) % products.PADDING)
                 slot.clear(end, stop)
                 planes.append(slot.planes(first, stop))

@@ -25,7 +25,9 @@ class EngineSpec:
     fingerprint: 32 bytes, equal exactly if KV may be exchanged (weights, config, rope, quantisation, block layout).
     dtype: of the KV values, "bfloat16", "float16" or "float32". layout: text that names every layer's own shape, e.g.
     "30x3x64+64". token_bytes: KV bytes of one token, all layers. vocab_size: token ids are in [0, vocab_size).
-    eos_ids: tokens that end a completion. max_model_len: prompt + completion, in tokens.
+    eos_ids: tokens that end a completion. max_model_len: prompt + completion, in tokens. numerics: names the kernels, the
+    CPU's features, the dtype and the versions of what computes; two engines with the same one and the same fingerprint
+    give the same bits. It is not in the fingerprint: workers that differ in it alone may exchange KV.
     """
 
     fingerprint: bytes
@@ -35,6 +37,7 @@ class EngineSpec:
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int
+    numerics: str
 
 
 class Slot(Protocol):

@@ -7,32 +7,31 @@ random weights is then computed over slots and compared with its own stock forwa
 
 from __future__ import annotations
 
-import logging
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from pdq.engine.kv import LayerShape, Layout
 from pdq.engine.model import load_config, model_class
-from pdq.engine.narrow import narrowed
-from pdq.engine.probe import CannotRun, check_class, compare, longest_stable, record
+from pdq.engine.forwards import fuses
+from pdq.engine.narrow import build, narrow_copy
+from pdq.engine.probe import CannotRun, check_class, compare, longest_stable, record, ropes
 from pdq.errors import ConfigError, ModelUnsupported
 from pdq.models import check_supported, context_limit, has_chat_template
 from pdq.models.checkpoint import read_json
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `check` found. reason: why it is not supported, else None, and all below is unknown.
 
-    compared: has a narrow copy been computed and compared? layout, token_bytes (KV of one token, all layers), kv_layers
+    compared: has a narrow copy been computed and compared? fused: would this CPU compute the model by a forward that is
+    compiled as a whole (`forwards`)? layout, token_bytes (KV of one token, all layers), kv_layers
     (for so many of `layers` KV is stored) and windows (of the layers that have one): None and () where only the weights
     can tell. context: tokens; None if the model states none.
     """
@@ -43,6 +42,7 @@ class Report:
     chat_template: bool
     dtype: str
     compared: bool = False
+    fused: bool = False
     layout: str | None = None
     token_bytes: int | None = None
     layers: int | None = None
@@ -74,6 +74,7 @@ def check(folder: Path, *, dtype: str, max_model_len: int | None, trust_remote_c
         chat_template=template,
         dtype=dtype,
         compared=compared,
+        fused=fuses(cls, config, getattr(torch, dtype)),
         layers=config.get_text_config().num_hidden_layers,
         context=context,
         **({} if layout is None else _figures(layout)),
@@ -91,18 +92,18 @@ def _figures(layout: Layout) -> dict[str, Any]:
 
 def _layout(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> tuple[Layout | None, bool]:
     """The layout, and whether a narrow copy has been compared. The layout is None where only that copy can run."""
-    narrow = _narrow_copy(config, trust_remote_code)
+    narrow = narrow_copy(config, trust_remote_code=trust_remote_code)
     try:
         layers, reads = _recorded(config, dtype, trust_remote_code)
     except CannotRun as e:
         if narrow is None:
             raise ModelUnsupported(f"this cannot be told without its weights: {e.message}") from e
-        compare(*narrow)
+        compare(narrow.model, narrow.layers, narrow.reads)
         return None, True
     layout = Layout(layers, getattr(torch, dtype))
-    if narrow is None or narrow[2] != reads or _kinds(narrow[1]) != _kinds(layers):
+    if narrow is None or narrow.reads != reads or _kinds(narrow.layers) != _kinds(layers):
         return layout, False
-    compare(*narrow)
+    compare(narrow.model, narrow.layers, narrow.reads)
     return layout, True
 
 
@@ -115,55 +116,16 @@ def _recorded(
 ) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
     """What a forward without numbers shows. Raises ModelUnsupported; CannotRun if the code looks at numbers."""
     plain = deepcopy(config)
-    for rope in _ropes(plain):
+    for rope in ropes(plain):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             rope["rope_type"] = "default"  # the shapes are the same, and these two look at positions
     plain._experts_implementation = "batched_mm"  # the others look at which experts were chosen
     try:
         with torch.device("meta"):
-            model = _build(plain, getattr(torch, dtype), trust_remote_code)
+            model = build(plain, getattr(torch, dtype), trust_remote_code=trust_remote_code)
     except Exception as e:
         raise ModelUnsupported(f"{config.model_type} cannot be built: {type(e).__name__}: {e}") from e
     return record(model)
-
-
-@torch.inference_mode()
-def _narrow_copy(
-    config: PreTrainedConfig, trust_remote_code: bool
-) -> tuple[PreTrainedModel, tuple[LayerShape, ...], tuple[int, ...]] | None:
-    """A narrow copy, its layers and its reads, or None if none can be made."""
-    try:
-        copy = _build(narrowed(config), torch.float32, trust_remote_code)
-        _randomize(copy)
-        return copy, *record(copy)
-    except Exception as e:  # noqa: BLE001  a width that this architecture cannot have; the load compares the real one
-        log.debug("no narrow copy of %s: %s", config.model_type, e)
-        return None
-
-
-def _build(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(
-        config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-    )
-    model.train(False).requires_grad_(False)
-    return model
-
-
-def _randomize(model: PreTrainedModel) -> None:
-    """Larger weights than fresh ones, so that attention and positions matter for the logits."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() > 1:
-            parameter.copy_(noise * 2.0 * parameter.shape[-1] ** -0.5)
-        else:
-            parameter.add_(noise * 0.2)
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 def _stated_class(folder: Path) -> str:

@@ -6,24 +6,20 @@ OpenMP pool: two pools would spin against each other for the cores. Every other 
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdq.engine import flash, kernels, team
+from pdq.engine import flash, team
 from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.flash import FIELDS, SPLIT, WRITE_FIELDS, Shape
-from pdq.engine.kv import LayerShape, Layout, TorchSlot
+from pdq.engine.kv import LayerShape, TorchSlot
 from pdq.engine.llvm import float_bits
-from pdq.engine.products import seconds
-
-log = logging.getLogger(__name__)
 
 _Numbers = npt.NDArray[np.int64]
 _SERIAL_TOKENS = 512  # of all sequences and heads: with fewer, waking the other threads costs more than they save
@@ -134,37 +130,11 @@ def attention(shape: Shape) -> int:
     return _attention(shape).address("attend")
 
 
-@cache
+@per_host
 def _attention(shape: Shape) -> Code:
     return Code([flash.attend(shape)])
 
 
-@cache
+@per_host
 def _writer() -> Code:
     return Code([flash.write()])
-
-
-@cache
-def trial(dtype: torch.dtype) -> bool:
-    """Is this backend to be used for `dtype` on this CPU: does it compile, and beat the others? Once, half a second."""
-    layer, tokens = LayerShape(3, 64, 64), 1024
-    if not Shape(dtype, 3, 3, 64, 64).supported:
-        return False
-    slot = TorchSlot(Layout((layer,), dtype), tokens, torch.device("cpu"))
-    planes = slot.planes(0, tokens)
-    for plane in planes:
-        plane.fill_(1)
-    slot.length = tokens - 1
-    query = torch.ones((1, 9, 1, 64), dtype=dtype)
-    batch = Batch([slot])
-    try:
-        ours = seconds(lambda: batch.attend(0, layer, query, None))
-    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
-        log.warning("attention cannot be compiled for this CPU: %s", e)
-        return False
-    key, value = planes
-
-    def other(seen: int | None) -> Callable[[], object]:
-        return lambda: kernels.decode(query, [key], [value], [seen], kernels.Scores(), [None])
-
-    return ours < min(seconds(other(None)), seconds(other(tokens)))

@@ -7,9 +7,8 @@ calls it. Its threads are those of `compiled`. Called by `attention`; every othe
 
 from __future__ import annotations
 
-import logging
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdq.engine import flash_chunk, kernels, products, team
+from pdq.engine import flash_chunk, team
 from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import FIELDS, MOST_VECTORS, NO_WINDOW, TILE
 from pdq.engine.llvm import LANES, float_bits
-from pdq.engine.products import seconds
-
-log = logging.getLogger(__name__)
 
 _Table = npt.NDArray[np.int64]
 _MOST_DIM = 1024  # sums of an item's rows lie on a thread's stack
@@ -131,29 +128,6 @@ def attention(shape: Shape) -> int:
     return _attention(shape).address("chunk")
 
 
-@cache
+@per_host
 def _attention(shape: Shape) -> Code:
     return Code([flash_chunk.chunk(shape)])
-
-
-@cache
-def trial(dtype: torch.dtype) -> bool:
-    """Is this backend to be used for `dtype` on this CPU: does it compile, and beat the others? Once, half a second.
-
-    One size of chunk will do: in shorter and longer ones the others fall back further.
-    """
-    n, visible = 128, 1024
-    if not supported(Shape(dtype, 3, 3, 64, 64)):
-        return False
-    query = torch.ones((1, 9, n, 64), dtype=dtype)
-    key, mask = torch.ones((1, 3, visible, 64), dtype=dtype), torch.zeros((n, visible), dtype=dtype)
-    try:
-        ours = seconds(lambda: chunk(query, key, key, window=None, scaling=None))
-    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
-        log.warning("attention cannot be compiled for this CPU: %s", e)
-        return False
-    scratch = products.Scratch()
-    return ours < min(
-        seconds(lambda: kernels.prefill(query, key, key, mask, kernels.Scores())),
-        seconds(lambda: products.chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch)),
-    )

@@ -5,19 +5,15 @@ How weights are rounded is up to `int8`; the machine code is `gemm` and `pointwi
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from pdq.engine import compiled_product, pointwise, team
-from pdq.engine.code import Code, has_byte_products
+from pdq.engine import pointwise, team
+from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.compiled_product import CompiledProduct
 from pdq.engine.gemm import BYTE_FIELDS, MOST_ROWS, byte_product
 from pdq.engine.pointwise import LEVELS_FIELDS, ZERO
-
-log = logging.getLogger(__name__)
 
 
 class CompiledInt8Product(CompiledProduct):
@@ -65,20 +61,12 @@ def levels_address(dtype: torch.dtype) -> int:
     return _code(dtype).address("levels")
 
 
-@cache
+@per_host
 def _code(dtype: torch.dtype) -> Code:
     heights = range(1, MOST_ROWS + 1)
     return Code([pointwise.levels(dtype), *(byte_product(dtype, height, f"product{height}") for height in heights)])
 
 
-@cache
-def supported(dtype: torch.dtype) -> bool:
-    """Is this the fastest product of bytes for `dtype` on this CPU? Compiles it, which takes part of a second, once."""
-    if not compiled_product.supported(dtype) or not has_byte_products():
-        return False
-    try:
-        _code(dtype)
-    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
-        log.warning("products of bytes cannot be compiled for this CPU: %s", e)
-        return False
-    return True
+def compile_for(dtype: torch.dtype) -> None:
+    """Takes part of a second, once; for CPUs with `byte_products`. Raises RuntimeError where LLVM cannot."""
+    _code(dtype)

@@ -1,19 +1,15 @@
 """Linear layers by the compiled product: weights are brought into its form once, at load.
 
 On the CPUs where it is used it reads the weights of one row as fast as memory gives them, and is as fast as oneDNN with
-hundreds of rows; and a row's result does not depend on the other rows. Not where the CPU has a matrix unit (AMX),
-which the product does not know.
+hundreds of rows; and a row's result does not depend on the other rows. It does not know matrix units (AMX).
 
 Owns the form of the weights and the plan of a call; the machine code is `gemm`. Used by `packed` and `fused`.
 """
 
 from __future__ import annotations
 
-import logging
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +17,11 @@ from torch.nn import functional
 
 from pdq.engine import team
 from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.gemm import AHEAD, BLOCK, FIELDS, MOST_ROWS, product
-from pdq.engine.packed import Product, bfloat16, can_pack, stacked
+from pdq.engine.packed import Product, stacked
 
-log = logging.getLogger(__name__)
-
+DTYPES = (torch.bfloat16, torch.float32)
 _ITEMS = 8  # for each thread, or the last one to finish keeps the others waiting
 # With few rows a product is as fast as memory, and a thread that goes on where it was asks for nothing in vain.
 _FEW_TILES, _FEW_ITEMS = 4, 2
@@ -115,36 +111,16 @@ def blocked(weight: Tensor) -> Tensor:
 def compiled(group: Sequence[nn.Linear]) -> Product | None:
     """A `packed.Maker`, for layers on a CPU; None for those that it cannot do."""
     weight = group[0].weight
-    if not supported(weight.dtype) or weight.shape[1] * weight.itemsize % 4:
+    if weight.dtype not in DTYPES or weight.shape[1] * weight.itemsize % 4:
         return None
     return CompiledProduct(*stacked(group))
 
 
-def fastest(group: Sequence[nn.Linear]) -> Product | None:
-    """The `packed.Maker` of choice for a CPU."""
-    return compiled(group) or packed(group)
+def compile_for(dtype: torch.dtype) -> None:
+    """Takes a third of a second, once. Raises RuntimeError where LLVM cannot."""
+    _code(dtype)
 
 
-def packed(group: Sequence[nn.Linear]) -> Product | None:
-    """The `packed.Maker` of choice for a CPU when nothing is to be compiled."""
-    return bfloat16(group) if can_pack() else None
-
-
-@cache
+@per_host
 def _code(dtype: torch.dtype) -> Code:
     return Code([product(dtype, height, f"product{height}") for height in range(1, MOST_ROWS + 1)])
-
-
-@cache
-def supported(dtype: torch.dtype) -> bool:
-    """Is this the fastest product for `dtype` on this CPU? Compiles it, which takes a third of a second, once."""
-    if dtype not in (torch.bfloat16, torch.float32) or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx2_supported():
-        return False
-    try:
-        _code(dtype)
-    except RuntimeError as e:  # of LLVM, which does not know this CPU or system well enough
-        log.warning("products cannot be compiled for this CPU: %s", e)
-        return False
-    return True

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdq.engine.code import has_pair_products
+from pdq.engine import cpu
 from pdq.engine.llvm import FLOATS, INTS, LANES, PAIRS, Function, floats
 
 QUAD = 4  # tokens whose scores of a head are neighbours
@@ -54,7 +54,7 @@ class Scores:
         self._half = dtype is torch.bfloat16
         self._row = dim * dtype.itemsize
         self._words = self._row // 4
-        self._widened = self._half and not has_pair_products()
+        self._widened = self._half and not cpu.host().pair_products
         most = 1 if self._widened else _MOST_SLOTS
         self._blocks: list[_Heads] = []
         slots = 0

@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pdq.engine import products
 from pdq.engine.attention import Attending, Step, running
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import LayerShape, TorchSlot
 from pdq.errors import ModelUnsupported
 
 Pieces: TypeAlias = Sequence[tuple[TorchSlot, int]]
 # Of pieces, (slot, new tokens), those of one token first, with their ids and positions, `[tokens]`: logits `[n, vocab]`
-# of the rows `keep` `[n]`. The KV of the new tokens is written from `slot.length` on; the lengths stay.
+# of the rows `keep` `[n]`. The KV of the new tokens is written from `slot.length` on, wherever their positions are in the
+# text; the lengths stay.
 OverSlots: TypeAlias = Callable[[Pieces, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,16 +57,15 @@ class StockForward:
         model: PreTrainedModel,
         layers: Sequence[LayerShape],
         reads: Sequence[int],
-        choice: products.Choice | None = None,
-        compiled: bool = False,
+        kernels: KernelSet | None = None,
         step: type[Step] = Step,
     ) -> None:
         self._forward = Forward(model)
         self._step, self._layers, self._reads = step, layers, reads
-        self._choice, self._compiled = choice or products.Choice(), compiled
+        self._kernels = kernels or KernelSet()
 
     def __call__(self, pieces: Pieces, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        step = self._step(self._layers, self._reads, pieces, self._choice, self._compiled)
+        step = self._step(self._layers, self._reads, pieces, self._kernels)
         return self._forward(step, ids, positions, keep)
 
 

@@ -1,102 +1,135 @@
 """Which forward computes a model here: compiled as a whole, where that can be, or its stock code with our attention.
 
-The compiled one is put together from what modules a model has, so it is believed only where its logits are those of the
-stock code. Used by `runner`, once at load.
+The compiled one is put together from what modules a model has. It is believed only for classes whose code was read and
+whose every scaling by position is crossed in a test, and only where its results are those of the stock code: of the
+model itself, and of a narrow copy in float32. Used by `runner`, once at load, and by `check`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from pdq.engine import compiled, compiled_chunk, products
-from pdq.engine.blocks import Decoder, find_decoder
-from pdq.engine.compiled_product import supported
+from pdq.engine import cpu, kernel_selection
+from pdq.engine.blocks import find_decoder
 from pdq.engine.forward import OverSlots, StockForward
 from pdq.engine.fused import FusedForward
-from pdq.engine.kv import Layout, TorchSlot
-from pdq.engine.probe import Probed, over_slots, short_text
+from pdq.engine.fused_check import Pair, difference
+from pdq.engine.model import replace
+from pdq.engine.narrow import narrow_copy
+from pdq.engine.probe import Probed, layout_of
+from pdq.engine.siblings import families
 
 log = logging.getLogger(__name__)
 
-# How far results may be from those of the stock code, of their norm: of one block, and of a whole model, where errors
-# of rounding grow from layer to layer.
-_ONE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-_ALL = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-_HALF_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}  # the stock code rounds what goes from block to block
+# By full name, so that no other code of the same class name is meant. Each is in `tests/engine/test_fused.py` with
+# every threshold of its config crossed.
+FUSED_CLASSES = frozenset({
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM",
+    "transformers.models.mistral.modeling_mistral.MistralForCausalLM",
+    "transformers.models.phi3.modeling_phi3.Phi3ForCausalLM",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
+    "transformers.models.smollm3.modeling_smollm3.SmolLM3ForCausalLM",
+})  # fmt: skip
 
 
-def fastest_forward(model: PreTrainedModel, probed: Probed, may_compile: bool = True) -> OverSlots:
-    """model: as `model.load_model` makes it; probed: of it. On a CPU this measures and compiles for about a second."""
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """forward: what computes. numerics: the numerics id, within which results are the same to the bit."""
+
+    forward: OverSlots
+    numerics: str
+
+
+def select_forward(model: PreTrainedModel, probed: Probed, may_compile: bool = True) -> Selected:
+    """model: as `model.load_model` makes it; probed: of it. On a CPU this compiles for about a second."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    versions = f"{dtype} torch-{torch.__version__}"
     if model.device.type != "cpu":
-        return StockForward(model, probed.layout.layers, probed.reads)
-    kernel = may_compile and compiled.trial(model.dtype)
-    stock = StockForward(model, probed.layout.layers, probed.reads, products.trial(model.dtype), kernel)
-    return (fused(model, probed, stock) if kernel else None) or stock
+        stock = StockForward(model, probed.layout.layers, probed.reads)
+        return Selected(stock, f"stock {torch.cuda.get_device_name() if model.is_cuda else model.device.type} {versions}")
+    kernels = kernel_selection.select(model.dtype, may_compile=may_compile)
+    stock = StockForward(model, probed.layout.layers, probed.reads, kernels)
+    ours = fused(model, probed, stock) if kernels.fusible else None
+    host = cpu.host()
+    whole = "fused" if ours else f"stock({kernels.text})"
+    return Selected(ours or stock, f"{whole} {host.level} {host.name} {versions}")
 
 
-@torch.inference_mode()
 def fused(model: PreTrainedModel, probed: Probed, stock: OverSlots) -> FusedForward | None:
-    """None where `model` is of another kind, is faster otherwise, or does what its modules do not show."""
-    layers = probed.layout.layers
-    if not supported(model.dtype) or not compiled_chunk.trial(model.dtype):
+    """None where `model` is of another kind, or does what its modules do not show."""
+    name, config = type(model).__name__, model.config
+    if _full_name(type(model)) not in FUSED_CLASSES:
         return None
-    decoder = find_decoder(model, layers, probed.reads)
-    if decoder is None or not FusedForward.can(decoder, layers, model.dtype):
+    if reason := _narrow_difference(type(model), _Config(config)):
+        log.warning("%s is computed by its own code: in a narrow copy %s", name, reason)
         return None
-    ours = FusedForward(decoder, layers, model.dtype)
-    ids = short_text(model)
-    found, right = (over_slots(probed.layout, ids, (forward, forward)) for forward in (ours, stock))
-    if not (_near(found, right, _ALL[model.dtype]) and _block_by_block(decoder, probed.layout, ids, stock)):
-        log.info("%s is computed by its own code: it does more than its modules show", type(model).__name__)
+    ours = _assembled(model, probed)
+    if isinstance(ours, str):
+        log.info("%s is computed by its own code: %s", name, ours)
+        return None
+    if where := difference(Pair(model, ours.decoder, probed.layout, ours, stock), probed.max_positions):
+        log.warning("%s is computed by its own code: compiled, %s is different", name, where)
         return None
     return ours
 
 
-def _block_by_block(decoder: Decoder, layout: Layout, ids: Tensor, stock: OverSlots) -> bool:
-    """Does each block, alone and given what the stock code gives it, make of that what the stock code makes?"""
-    seen: list[tuple[Tensor, Tensor]] = []
+def fuses(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+    """Would this CPU compute a model of `cls` and `config` by a forward that is compiled as a whole?
 
-    def see(block: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:
-        first, result = arguments[:1], made[0] if isinstance(made, tuple) else made
-        if first and first[0].dim() == result.dim() == 3:
-            seen.append((first[0][0], result[0]))
-
-    rows = torch.arange(len(ids))
-    hooks = [module.register_forward_hook(see) for module in decoder.modules]
-    try:
-        logits = stock([(TorchSlot(layout, len(ids), ids.device), len(ids))], ids, rows, rows)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(seen) != len(decoder.blocks) or not _near(decoder.embed(ids), seen[0][0], 0.0):
-        return False
-    for block, shape, (given, made) in zip(decoder.blocks, layout.layers, seen, strict=True):
-        one = FusedForward(replace(decoder, embed=_Given(given), blocks=(block,)), [shape], layout.dtype)
-        slot = TorchSlot(Layout((shape,), layout.dtype), len(ids), ids.device)
-        found = one([(slot, len(ids))], ids, rows, rows)
-        added = (made - given).float().norm() * _ONE[layout.dtype] + made.float().norm() * _HALF_STEP[layout.dtype]
-        if not float((one.hidden(len(ids)) - made.float()).norm()) <= added:
-            return False
-    return _near(found, logits, _ONE[layout.dtype])
+    As far as a narrow copy tells; the load compares the model itself as well.
+    """
+    selectable = kernel_selection.select(dtype).fusible and _full_name(cls) in FUSED_CLASSES
+    return selectable and _narrow_difference(cls, _Config(config)) is None
 
 
-class _Given(nn.Module):
-    """Stands in for the embedding."""
+def _assembled(model: PreTrainedModel, probed: Probed) -> FusedForward | str:
+    """The forward, or why there is none."""
+    layers = probed.layout.layers
+    decoder = find_decoder(model, layers, probed.reads)
+    if decoder is None:
+        return "it has other modules than usual"
+    if not FusedForward.can(decoder, layers, model.dtype):
+        return "its layers differ, or are of a shape that no kernel knows"
+    return FusedForward(decoder, layers, model.dtype)
 
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self._rows
+@lru_cache(maxsize=32)
+def _narrow_difference(cls: type[PreTrainedModel], config: _Config) -> str | None:
+    """Why the narrow copy of a config is not computed alike, in float32; None: it is."""
+    copy = narrow_copy(config.value, trust_remote_code=False)
+    if copy is None or type(copy.model) is not cls:
+        return "cannot be made"
+    model = copy.model
+    linears = families(model, lambda: layout_of(model))
+    kernels = kernel_selection.select(torch.float32)
+    replace(model, linears, kernel_selection.maker(kernels))
+    probed = layout_of(model)
+    ours = _assembled(model, probed)
+    if isinstance(ours, str):
+        return ours
+    stock = StockForward(model, probed.layout.layers, probed.reads, kernels)
+    where = difference(Pair(model, ours.decoder, probed.layout, ours, stock), probed.max_positions)
+    return where and f"{where} is different"
 
 
-def _near(found: Tensor, right: Tensor, part: float) -> bool:
-    """Not so if there is anything but numbers."""
-    return bool((found.float() - right.float()).norm() <= part * right.float().norm())
+class _Config:
+    """A config as a key: equal where all that it says is."""
+
+    def __init__(self, value: PreTrainedConfig) -> None:
+        self.value, self._text = value, value.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _full_name(cls: type[PreTrainedModel]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -12,7 +12,6 @@ before it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor
 from pdq.engine import compiled_chunk, flash, pointwise
 from pdq.engine.blocks import Block, Decoder, Norm
 from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.forward import Pieces
 from pdq.engine.kv import LayerShape
 from pdq.engine.llvm import float_bits
@@ -48,7 +48,7 @@ class FusedForward:
         return len(kinds) == 1 and group.supported and compiled_chunk.supported(group)
 
     def __init__(self, decoder: Decoder, layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
-        self._decoder, self._dtype = decoder, dtype
+        self.decoder, self._dtype = decoder, dtype
         blocks = decoder.blocks
         self._norm, self._gate = _function("norm", dtype), _function("gate", dtype)
         self._before_attention = _norms([b.before_attention for b in blocks])
@@ -71,10 +71,10 @@ class FusedForward:
 
     def __call__(self, pieces: Pieces, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """See `forward.OverSlots`; the logits are float32. Of the last layer only kept rows are computed to the end."""
-        rows, threads, m = Rows(pieces, positions, keep), torch.get_num_threads(), self._room(len(ids))
+        rows, threads, m = Rows(pieces, len(ids), keep), torch.get_num_threads(), self._room(len(ids))
         n, kept = len(ids), len(keep)
-        m["h"][:n], m["delta"][:n] = self._decoder.embed(ids), 0
-        logits = torch.empty((kept, self._decoder.head.outputs))
+        m["h"][:n], m["delta"][:n] = self.decoder.embed(ids), 0
+        logits = torch.empty((kept, self.decoder.head.outputs))
         cosines, sines = self._positions(positions)
         still = torch.ones_like(cosines), torch.zeros_like(sines)
         layers = [
@@ -133,13 +133,13 @@ class FusedForward:
     def _positions(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 `[n, rotated]`, as the stock code rounds them."""
         like = torch.empty(0, dtype=self._dtype)
-        cosines, sines = self._decoder.rotary(like, position_ids=positions.unsqueeze(0))
+        cosines, sines = self.decoder.rotary(like, position_ids=positions.unsqueeze(0))
         return cosines[0].float().contiguous(), sines[0].float().contiguous()
 
     def _room(self, rows: int) -> dict[str, Tensor]:
         """Memory between the functions, for at least that many rows. It is kept: fresh pages cost time."""
         if not self._memory or len(self._memory["h"]) < rows:
-            first, rows = self._decoder.blocks[0], -(-rows // _GROWTH) * _GROWTH
+            first, rows = self.decoder.blocks[0], -(-rows // _GROWTH) * _GROWTH
             widths = {
                 **dict.fromkeys(_WIDE, first.mixed.inputs),
                 "x": first.mixed.inputs,
@@ -191,6 +191,6 @@ def _function(name: str, *how: Any) -> int:
     return _compiled(name, *how).address(name)
 
 
-@cache
+@per_host
 def _compiled(name: str, *how: Any) -> Code:
     return Code([getattr(pointwise, name)(*how)])

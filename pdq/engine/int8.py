@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pdq.engine import compiled_int8
+from pdq.engine import cpu
 from pdq.engine.compiled_int8 import CompiledInt8Product
-from pdq.engine.compiled_product import fastest, packed
+from pdq.engine.compiled_product import DTYPES
+from pdq.engine.kernel_selection import KernelSet, maker
 from pdq.engine.packed import Product, stacked
 from pdq.engine.pointwise import LEVELS, ZERO
 from pdq.engine.probe import stock_logits
@@ -86,22 +87,22 @@ class Int8Product:
 class Int8Maker:
     """A `packed.Maker` for the layers of `model`, which is run here with its own attention, and is left with that.
 
-    compiled: may its products be compiled for this CPU? made: for how many layers it has made a product in 8 bits.
+    made: for how many layers it has made a product in 8 bits.
     """
 
-    def __init__(self, model: PreTrainedModel, compiled: bool = True) -> None:
-        self._compiled = compiled
+    def __init__(self, model: PreTrainedModel, kernels: KernelSet) -> None:
+        self._kernels = kernels
         self._head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._largest = _largest_inputs(model)
         self.made = 0
 
     def __call__(self, group: Sequence[nn.Linear]) -> Product | None:
         if self._head in group:
-            return fastest(group) if self._compiled else packed(group)
+            return maker(self._kernels)(group)
         self.made += len(group)
         weight, bias = stacked(group)
         quantized = Quantized.of(weight, self._largest.get(group[0]))
-        if self._compiled and compiled_int8.supported(weight.dtype):
+        if self._kernels.int8 == "compiled" and weight.dtype in DTYPES:
             return CompiledInt8Product(quantized.levels, quantized.scales, quantized.columns, bias, weight.dtype)
         return Int8Product(quantized, bias)
 
@@ -146,8 +147,8 @@ def require_int8(device: str) -> None:
 
 
 def _multiplies_bytes() -> bool:
-    found: bool = torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
-    return found
+    host = cpu.host()
+    return host.byte_products or host.matrix_unit
 
 
 def _exact() -> bool:

@@ -11,12 +11,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pdq.engine.code import BYTE_PRODUCT, NARROW_TWO, PAIR_PRODUCT, has_pair_products
+from pdq.engine import cpu
+from pdq.engine.code import BYTE_PRODUCT, NARROW_TWO, PAIR_PRODUCT
 
 LANES = 16
 FLOATS = "<16 x float>"
 INTS = "<16 x i32>"
 HALVES = "<16 x bfloat>"
+SHORTS = "<16 x i16>"  # how HALVES lie in memory: where a CPU has no bfloat16, LLVM moves single ones by library calls
 PAIRS = "<32 x bfloat>"
 _BITS = "<16 x i1>"
 _PLACES = "<16 x i64>"
@@ -127,7 +129,7 @@ class Function:
 
     def pair_products(self, total: str, a: str, b: str) -> str:
         """total + the products of a and b, PAIRS both, of which lane i gets those at 2 i and 2 i + 1."""
-        if has_pair_products():
+        if cpu.host().pair_products:
             return self.op(f"call {FLOATS} {PAIR_PRODUCT}({FLOATS} {total}, {PAIRS} {a}, {PAIRS} {b})")
         for even, odd in zip(self.halves(a), self.halves(b), strict=True):
             total = self.fma(even, odd, total)
@@ -136,7 +138,7 @@ class Function:
     def byte_products(self, total: str, a: str, b: str) -> str:
         """total + the products of a's unsigned and b's signed bytes; INTS all, of which each lane holds four bytes.
 
-        Where `has_byte_products`.
+        Where the CPU has `byte_products`.
         """
         return self.op(f"call {INTS} {BYTE_PRODUCT}({INTS} {total}, {INTS} {a}, {INTS} {b})")
 
@@ -154,12 +156,25 @@ class Function:
         return self.cast(self.spread_word(word), INTS, PAIRS)
 
     def narrow(self, vector: str) -> str:
-        """FLOATS as HALVES, rounded to nearest, ties to even."""
-        return self.op(f"fptrunc {FLOATS} {vector} to {HALVES}")
+        """FLOATS as HALVES, rounded to nearest, ties to even; what is not a number stays so.
+
+        Without an instruction for it LLVM would call a library function for each lane, which nothing here brings along.
+        """
+        if cpu.host().pair_products:
+            return self.op(f"fptrunc {FLOATS} {vector} to {HALVES}")
+        bits = self.cast(vector, FLOATS, INTS)
+        high = self.two("lshr", INTS, bits, ints(16))
+        odd = self.two("and", INTS, high, ints(1))
+        rounded = self.two("add", INTS, self.two("add", INTS, bits, ints(0x7FFF)), odd)
+        rounded = self.two("lshr", INTS, rounded, ints(16))
+        quiet = self.two("or", INTS, high, ints(0x40))
+        number = self.two("fcmp ord", FLOATS, vector, vector)
+        word = self.op(f"select {_BITS} {number}, {INTS} {rounded}, {INTS} {quiet}")
+        return self.cast(self.op(f"trunc {INTS} {word} to {SHORTS}"), SHORTS, HALVES)
 
     def paired(self, even: str, odd: str) -> str:
         """FLOATS of even places and of odd ones as PAIRS, rounded as by `narrow`."""
-        if has_pair_products():
+        if cpu.host().pair_products:
             both = self.op(f"call {PAIRS} {NARROW_TWO}({FLOATS} {odd}, {FLOATS} {even})")
         else:
             low, high = self.narrow(even), self.narrow(odd)
@@ -173,8 +188,8 @@ class Function:
 
     def put(self, kind: str, vector: str, address: str, mask: str | None = None) -> None:
         """Store FLOATS as numbers of `kind`: "float" or "bfloat"; only the lanes of `mask`, if there is one."""
-        value = vector if kind == "float" else self.narrow(vector)
-        vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
+        value = vector if kind == "float" else self.cast(self.narrow(vector), HALVES, SHORTS)
+        vectors, name = (FLOATS, "v16f32") if kind == "float" else (SHORTS, "v16i16")
         if mask is None:
             self.do(f"store {vectors} {value}, ptr {address}, align 2")
         else:
@@ -194,7 +209,7 @@ class Function:
 
     def take(self, kind: str, address: str, mask: str | None = None) -> str:
         """Numbers of `kind` as FLOATS: all, or the lanes of `mask`, and zero in the others."""
-        vectors, name = (FLOATS, "v16f32") if kind == "float" else (HALVES, "v16bf16")
+        vectors, name = (FLOATS, "v16f32") if kind == "float" else (SHORTS, "v16i16")
         if mask is None:
             found = self.op(f"load {vectors}, ptr {address}, align 2")
         else:
@@ -202,7 +217,7 @@ class Function:
                 f"call {vectors} @llvm.masked.load.{name}.p0(ptr {address}, i32 2, {_BITS} {mask}, "
                 f"{vectors} zeroinitializer)"
             )
-        return found if kind == "float" else self.widen(found)
+        return found if kind == "float" else self.widen(self.cast(found, SHORTS, HALVES))
 
     def choose(self, mask: str, a: str, b: str) -> str:
         return self.op(f"select {_BITS} {mask}, {FLOATS} {a}, {FLOATS} {b}")

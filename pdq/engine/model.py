@@ -22,7 +22,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from pdq.engine.compiled_product import fastest, packed
+from pdq.engine import kernel_selection
 from pdq.engine.int8 import Int8Maker, require_int8
 from pdq.engine.packed import Maker, pack, separate
 from pdq.engine.probe import CannotRun, check_class, layout_of, try_out
@@ -69,13 +69,14 @@ def load_model(
     model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
     _check_weights(type(model).__name__, loaded[1])
     siblings = families(model, lambda: layout_of(model))
+    kernels = kernel_selection.select(model.dtype, may_compile=compiled)
     if quantization == "int8":
-        maker = Int8Maker(model, compiled)
+        maker = Int8Maker(model, kernels)
         replace(model, siblings, maker)
         if not maker.made:
             raise ConfigError(f"quantization: {type(model).__name__} has no layers that int8 is for; use none")
     elif model.device.type == "cpu":
-        replace(model, siblings, fastest if compiled else packed)
+        replace(model, siblings, kernel_selection.maker(kernels))
     return model
 
 

@@ -1,4 +1,7 @@
-"""A config of the same architecture and the same layers, with every width small. Part of `check`.
+"""A model of the same architecture and the same layers as a config's, with every width small and random weights.
+
+It is computed in no time, in float32, so that what the modelling code does can be compared exactly, whatever the size
+and the dtype of the model itself. Used by `check`, and at load by `forwards`.
 
 Attributes are known by the names that transformers uses for many architectures alike. Where a family has further
 widths, the copy cannot be built or run, and `check` says that nothing was compared.
@@ -6,10 +9,18 @@ widths, the copy cannot be built or run, and `check` says that nothing was compa
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from pdq.engine.kv import LayerShape
+from pdq.engine.probe import record
+
+log = logging.getLogger(__name__)
 
 _HEADS, _HEAD_DIM = 4, 16
 _WIDTHS = {
@@ -49,6 +60,51 @@ _WIDTHS = {
 _AT_MOST = {"num_experts_per_tok": 2, "moe_k": 2, "top_k_experts": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1}
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowCopy:
+    """A narrow copy in float32. layers, reads: as `probe.record` found them."""
+
+    model: PreTrainedModel
+    layers: tuple[LayerShape, ...]
+    reads: tuple[int, ...]
+
+
+@torch.inference_mode()
+def narrow_copy(config: PreTrainedConfig, *, trust_remote_code: bool) -> NarrowCopy | None:
+    """None if this architecture cannot have such widths."""
+    state = torch.get_rng_state()
+    try:
+        model = build(narrowed(config), torch.float32, trust_remote_code=trust_remote_code)
+        _randomize(model)
+        return NarrowCopy(model, *record(model))
+    except Exception as e:  # noqa: BLE001  whatever modelling code makes of widths that it does not expect
+        log.debug("no narrow copy of %s: %s", config.model_type, e)
+        return None
+    finally:
+        torch.set_rng_state(state)
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    """A model of `config` with fresh weights, of its own attention."""
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(
+        config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    model.train(False).requires_grad_(False)
+    return model
+
+
+def _randomize(model: PreTrainedModel) -> None:
+    """Larger weights than fresh ones, so that attention and positions matter for the logits."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * 2.0 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(noise * 0.2)
 
 
 def narrowed(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -106,5 +162,5 @@ def _shorten(rope: dict[str, Any], config: Any) -> None:
     if hasattr(config, "qk_rope_head_dim"):
         rotated = config.qk_rope_head_dim
     for name in ("short_factor", "long_factor"):
-        if isinstance(rope.get(name), list):
-            rope[name] = rope[name][: rotated // 2]
+        if factors := rope.get(name):
+            rope[name] = [factors[min(i, len(factors) - 1)] for i in range(rotated // 2)]

@@ -82,6 +82,10 @@ def can_pack() -> bool:
     )
 
 
+def keep(group: Sequence[nn.Linear]) -> None:
+    """A `Maker` that keeps all layers as they are."""
+
+
 def bfloat16(group: Sequence[nn.Linear]) -> Product | None:
     """A `Maker`, for layers on a CPU where `can_pack`."""
     return Bfloat16Product(*stacked(group)) if group[0].weight.dtype is torch.bfloat16 else None

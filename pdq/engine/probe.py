@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +25,9 @@ from pdq.engine.recorder import PROBING, Recorder
 from pdq.errors import ModelUnsupported
 
 _TOKENS = 8  # of the text that is compared
+_LENGTHS = ("max_position_embeddings", "n_positions")  # of the longest text, as configs name it
+_THRESHOLDS = ("original_max_position_embeddings", "floor_scale", "attention_chunk_size")  # of scaling by position
+_FAR = 4096
 _KV_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Half precision differs by a percent or two between kernels, and an expert may be chosen differently; a token in the
 # wrong place or a wrong mask changes the logits as a whole.
@@ -81,13 +85,33 @@ def check_class(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
 def longest_stable(config: PreTrainedConfig) -> int | None:
     """The length of a text up to which no rotary embedding changes with it, so that stored KV stays valid."""
     config = config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     limits: list[int | None] = []
-    for p in nested:
+    for p in ropes(config):
         if p.get("rope_type") in ("dynamic", "longrope"):
             limits += [p.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)]
     return min((int(x) for x in limits if x), default=None)
+
+
+def far_starts(config: PreTrainedConfig, length: int, max_positions: int | None) -> list[int]:
+    """Positions at which texts of `length` tokens begin so that they cross each threshold of the config, and go beyond.
+
+    Without a threshold one far from the beginning. Windows are no thresholds: they are crossed by narrow copies, where
+    they are shorter than the text. max_positions: see `Probed`.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, name, None) for name in _LENGTHS]
+    limit = min((int(x) for x in (*limits, max_positions) if x), default=_FAR)
+    scopes = (vars(config), *ropes(config))
+    named = [scope.get(name) for scope in scopes for name in _THRESHOLDS]
+    thresholds = {int(x) for x in named if isinstance(x, int | float) and x > 0}
+    starts = {start for t in thresholds for start in (t - length // 2, 3 * t)} or {_FAR}
+    return sorted(start for start in {min(start, limit - length) for start in starts} if start > 0)
+
+
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """The rope parameters: those of all layers, or of each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 @torch.inference_mode()
@@ -110,37 +134,43 @@ def record(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[int, .
 def compare(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...]) -> None:
     """Raise ModelUnsupported unless the model computes over slots what it computes alone by its own attention.
 
-    Over slots it does so in pieces and beside another text. Leaves the model with our attention.
+    Over slots it does so in pieces and beside another text, at the beginning of a text and far into it. Leaves the
+    model with our attention.
     """
-    stock = stock_logits(model, short_text(model))
-    ours = try_out(model, layers, reads)
-    error = float((ours - stock).norm() / stock.norm().clamp(min=1e-12))
-    if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
-        raise ModelUnsupported(
-            f"{_name(model)}: logits from KV slots are {error:.0%} off the model's own; it uses something that is "
-            f"not a function of tokens, position ids and KV"
-        )
+    ids = short_text(model)
+    far = far_starts(model.config, len(ids), longest_stable(model.config)) if takes_positions(type(model)) else []
+    for start in (0, *far):
+        stock = stock_logits(model, ids, start)
+        ours = try_out(model, layers, reads, start)
+        error = float((ours - stock).norm() / stock.norm().clamp(min=1e-12))
+        if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
+            raise ModelUnsupported(
+                f"{_name(model)}: logits from KV slots are {error:.0%} off the model's own in a text from position "
+                f"{start} on; it uses something that is not a function of tokens, position ids and KV"
+            )
 
 
 @torch.inference_mode()
-def try_out(model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...]) -> torch.Tensor:
+def try_out(
+    model: PreTrainedModel, layers: tuple[LayerShape, ...], reads: tuple[int, ...], start: int = 0
+) -> torch.Tensor:
     """float32 logits `[tokens, vocab]` of the text that is compared, over slots. Leaves the model with our attention.
 
-    Raises CannotRun.
+    start: position of its first token. Raises CannotRun.
     """
     _use(model, PLACEHOLDER if adapt(model) else IMPLEMENTATION)
     try:
         forwards = [StockForward(model, layers, reads, step=step) for step in (Step, _Later)]
-        return over_slots(Layout(layers, model.dtype), short_text(model), forwards)
+        return over_slots(Layout(layers, model.dtype), short_text(model), forwards, start)
     except Exception as e:
         raise CannotRun(f"{_name(model)} cannot run over KV slots: {type(e).__name__}: {e}") from e
 
 
 @torch.inference_mode()
-def over_slots(layout: Layout, ids: torch.Tensor, forwards: Sequence[OverSlots]) -> torch.Tensor:
+def over_slots(layout: Layout, ids: torch.Tensor, forwards: Sequence[OverSlots], start: int = 0) -> torch.Tensor:
     """float32 `[tokens, vocab]` of `ids`, computed in pieces, beside the same text backwards.
 
-    forwards: of which one computes the beginnings, the other the rest.
+    forwards: of which one computes the beginnings, the other the rest. start: position of the first token.
     """
     texts = [ids, ids.flip(0)]
     slots = [TorchSlot(layout, len(ids), ids.device) for _ in texts]
@@ -150,7 +180,7 @@ def over_slots(layout: Layout, ids: torch.Tensor, forwards: Sequence[OverSlots])
     for i, counts in enumerate(((rest, 1), (1, rest), (2, 1), (1, 2))):
         order = sorted(range(2), key=lambda text: counts[text] > 1)
         parts = {text: slice(slots[text].length, slots[text].length + counts[text]) for text in order}
-        positions = torch.cat([torch.arange(p.start, p.stop, device=ids.device) for p in parts.values()])
+        positions = torch.cat([torch.arange(p.start, p.stop, device=ids.device) for p in parts.values()]) + start
         new = torch.cat([texts[text][p] for text, p in parts.items()])
         pieces = [(slots[text], counts[text]) for text in order]
         found = forwards[i // 2](pieces, new, positions, torch.arange(len(new), device=ids.device))
@@ -168,12 +198,16 @@ class _Later(Step):
 
 
 @torch.inference_mode()
-def stock_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """float32 `[tokens, vocab]` by the model's own attention, which it is left with."""
+def stock_logits(model: PreTrainedModel, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """float32 `[tokens, vocab]` by the model's own attention, which it is left with.
+
+    start: position of the first token; other than 0 only for models that take positions.
+    """
     restore(model)
     _use(model, reference(type(model)))
     try:
-        logits: torch.Tensor = model(ids.unsqueeze(0), use_cache=False).logits[0]
+        where = {"position_ids": torch.arange(start, start + len(ids), device=ids.device)[None]} if start else {}
+        logits: torch.Tensor = model(ids.unsqueeze(0), use_cache=False, **where).logits[0]
     except Exception as e:
         raise CannotRun(f"{_name(model)} cannot be run: {type(e).__name__}: {e}") from e
     return logits.float()

@@ -3,21 +3,17 @@
 The fused CPU kernel gets a small part of what the CPU's matrix instructions give a plain product. Measured outside AMX,
 one thread: a chunk of 512 tokens is three times as fast this way, a single token after 1,024 one and a half times.
 Scores are rounded to bfloat16 before the softmax, as stock "eager" attention does (rms error against float64 0.4 %;
-the fused kernel 0.2 %). Which one wins depends on CPU, threads and torch build, so `trial` tries both once.
+the fused kernel 0.2 %). Which one wins depends on the CPU: `kernel_selection`.
 
 Owns these two kernels; what may be seen comes in as masks from `attention`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 # Every new shape costs oneDNN a fraction of a millisecond, once; so single tokens look at a multiple of this many.
 PADDING = 64
@@ -29,7 +25,7 @@ _FEWEST_KEYS = 96 * 1024  # numbers in K: with fewer, the fixed costs of three o
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Bmm:
     """Where to use the kernels of this module."""
 
     chunks: bool = False
@@ -111,30 +107,3 @@ def chunk(
 def _block_rows(row_bytes: int) -> int:
     """Query tokens per block, for scores of `row_bytes` bytes per token: a multiple of 64 up to 256."""
     return max(_ROW_STEP, min(4 * _ROW_STEP, _SCORE_BYTES // row_bytes // _ROW_STEP * _ROW_STEP))
-
-
-@cache
-def trial(dtype: torch.dtype) -> Choice:
-    """Which of these kernels are the faster ones here? Takes a few hundredths of a second, once."""
-    if dtype is not torch.bfloat16:
-        return Choice()
-    fused, scratch = functional.scaled_dot_product_attention, Scratch()
-    n, visible = 128, 1024
-    query, key = torch.ones((1, 4, n, 64), dtype=dtype), torch.ones((1, 4, visible, 64), dtype=dtype)
-    mask = torch.zeros((n, visible), dtype=dtype)
-    row, long = torch.ones((1, 4, 4, 64), dtype=dtype), torch.ones((1, 4, 4096, 64), dtype=dtype)
-    return Choice(
-        chunks=seconds(lambda: chunk(query, key, key, mask, windowed=False, scaling=None, scratch=scratch))
-        < seconds(lambda: fused(query, key, key, mask)),
-        singles=seconds(lambda: single(row, long, long, 4095, None)) < seconds(lambda: fused(row, long, long)),
-    )
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Of the fastest of five runs."""
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)

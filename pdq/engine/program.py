@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from pdq.engine import team
 from pdq.engine.code import Code
+from pdq.engine.cpu import per_host
 from pdq.engine.llvm import Function
 
 Numbers = npt.NDArray[np.int64]
@@ -79,7 +79,7 @@ def _listed(stage: Sequence[Call]) -> Numbers:
     return found.reshape(-1, 2)
 
 
-@cache
+@per_host
 def _runner() -> Code:
     """Waits only where a barrier is given."""
     f = Function("run")

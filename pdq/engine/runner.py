@@ -16,7 +16,7 @@ import torch
 from pdq.engine import drafted
 from pdq.engine.base import EngineSpec, NoRoom, Segment, Slot
 from pdq.engine.choice import choose
-from pdq.engine.forwards import fastest_forward
+from pdq.engine.forwards import select_forward
 from pdq.engine.fused import FusedForward
 from pdq.engine.kv import TorchSlot
 from pdq.engine.probe import layout_of
@@ -64,7 +64,8 @@ class TorchEngine:
         self._threads = threads
         self.more_threads = 0
         self._set_threads()
-        self._forward = fastest_forward(model, probed, compiled)
+        selected = select_forward(model, probed, compiled)
+        self._forward = selected.forward
         self._free = kv_memory_bytes
         self._lock = threading.Lock()
         self.spec = EngineSpec(
@@ -75,6 +76,7 @@ class TorchEngine:
             vocab_size=model.config.get_text_config().vocab_size,
             eos_ids=eos_ids,
             max_model_len=max_model_len,
+            numerics=selected.numerics,
         )
         self._warm()
 

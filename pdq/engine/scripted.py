@@ -109,6 +109,7 @@ class ScriptedEngine:
             vocab_size=ByteTokenizer.vocab_size,
             eos_ids=frozenset({ByteTokenizer.eos_id}),
             max_model_len=max_model_len,
+            numerics="scripted",
         )
 
     @property

@@ -33,15 +33,15 @@ class Rows:
     each layer, where the addresses of all pieces are.
     """
 
-    def __init__(self, pieces: Pieces, positions: Tensor, keep: Tensor) -> None:
-        self.pieces, self.count, self.kept = pieces, len(positions), len(keep)
+    def __init__(self, pieces: Pieces, count: int, keep: Tensor) -> None:
+        self.pieces, self.count, self.kept = pieces, count, len(keep)
         self.planes: Numbers = np.stack([slot.addresses() for slot, _ in pieces], axis=1)
         places = self.planes.ctypes.data + np.arange(len(self.planes)) * self.planes.strides[0]
         self.keys, self.values = places[::2], places[1::2]
         self._tables: dict[str, Numbers] = {
             "every": np.arange(self.count),
             "kept": keep.numpy(),
-            "positions": positions.numpy(),
+            "positions": np.concatenate([np.arange(slot.length, slot.length + count) for slot, count in pieces]),
             "pieces": np.repeat(np.arange(len(pieces)), [count for _, count in pieces]),
             "capacities": np.array([slot.capacity for slot, _ in pieces]),
         }

@@ -32,13 +32,15 @@ Asked = asyncio.Task[list[WorkerInfo] | Unavailable]
 class Snapshot:
     """Live workers of one model. max_model_len: the smallest context among them, in tokens; None without workers.
 
-    others: names of further models that workers of this pool serve (a mistake in the setup).
+    others: names of further models that workers of this pool serve (a mistake in the setup). numerics: ids of the workers'
+    engines; more than one: the same request may give other tokens at near ties, depending on who computes it.
     """
 
     prefill: int = 0
     decode: int = 0
     max_model_len: int | None = None
     others: tuple[str, ...] = ()
+    numerics: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, workers: Iterable[WorkerInfo], model: str) -> Snapshot:
@@ -49,6 +51,7 @@ class Snapshot:
             decode=sum(w.stage == "decode" for w in ours),
             max_model_len=min((w.max_model_len for w in ours), default=None),
             others=tuple(sorted({w.model for w in live} - {model})),
+            numerics=tuple(sorted({w.numerics for w in ours} - {""})),
         )
 
     @property

@@ -33,7 +33,7 @@ async def ready(request: web.Request) -> web.Response:
             missing = ["redis"]
     counts = {stage: getattr(snapshot, stage) for stage in STAGES}
     if not missing:
-        return json_response({"status": "ready", **counts})
+        return json_response({"status": "ready", **counts, "numerics": snapshot.numerics})
     text = f"Not ready: {' and '.join(missing)}."
     body = {"status": "unready", "missing": missing, **counts, "error": error_object(text, 503, "not_ready")}
     response = json_response(body, 503)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pdq.engine import compiled, compiled_chunk
+from pdq.engine import cpu
 from pdq.engine.adapters import reference
 from pdq.engine.fused import FusedForward
 from pdq.engine.runner import TorchEngine
@@ -70,6 +70,15 @@ def stock(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_matrix_unit() -> Iterator[None]:
+    """With one the compiled products and chunks are not used. What is chosen then is in `test_kernel_selection`."""
+    host = cpu.host().without("amx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "host", lambda: host)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,11 +102,8 @@ def arch() -> Callable[[str], Arch]:
         def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             return compiled_model(name, dtype) if name in COMPILED else tiny_model(name).to(dtype)
 
-        with pytest.MonkeyPatch.context() as patch:
-            for kernel in (compiled, compiled_chunk):  # whether or not they are the fastest ones here
-                patch.setattr(kernel, "trial", lambda dtype: True)
-            half = Half(stock(name, torch.bfloat16), engine(model(torch.bfloat16), dtype="bfloat16"))
-            it = Arch(stock(name), engine(model()), engine(model()), half)
+        half = Half(stock(name, torch.bfloat16), engine(model(torch.bfloat16), dtype="bfloat16"))
+        it = Arch(stock(name), engine(model()), engine(model()), half)
         assert all(isinstance(e._forward, FusedForward) == (name in COMPILED) for e in (it.prefill, half.engine))
         return it
 

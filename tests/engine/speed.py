@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pdq.engine import products
+from pdq.engine import kernel_selection
 from pdq.engine.base import Segment, Slot
 from pdq.engine.forward import OverSlots, Pieces, StockForward
 from pdq.engine.model import load_config, load_model
@@ -102,7 +102,7 @@ def main() -> None:
         threads=options.threads,
     )
     stock = StockForward(
-        model, layout_of(model).layout.layers, layout_of(model).reads, products.trial(model.dtype), compiled=True
+        model, layout_of(model).layout.layers, layout_of(model).reads, kernel_selection.select(model.dtype)
     )
     forwards = {type(engine._forward).__name__: Timed(engine._forward), "its own code": Timed(stock)}
     memory, weights = torch.ones(STREAM_BYTES // 4), weight_bytes(options.model)

@@ -7,19 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdq.engine import compiled_chunk, products
+from pdq.engine import kernel_selection
 from pdq.engine.base import Segment
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.model import load_model
+from pdq.engine.products import Bmm
 from pdq.engine.runner import TorchEngine
 from pdq.messages import Message, SamplingParams
 from pdq.models import find_model, load_tokenizer
+from tests.engine.gates import use_kernels
 
 GREEDY = SamplingParams(temperature=0)
 FILL = "The quick brown fox jumps over the lazy dog, and then he goes home to eat. "
 KERNELS = [
-    (products.Choice(), False),
-    (products.Choice(chunks=True, singles=True), False),
-    (products.Choice(), True),
+    KernelSet(decode=True),
+    KernelSet(decode=True, bmm=Bmm(chunks=True, singles=True)),
+    kernel_selection.select(torch.bfloat16),
 ]
 pytestmark = pytest.mark.real_model
 
@@ -36,12 +39,11 @@ def engine(folder: Path, dtype: str) -> TorchEngine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("chosen", "compiled_chunks"), KERNELS, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.text)
 def test_a_cached_prefix_does_not_change_the_answer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: products.Choice, compiled_chunks: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: KernelSet
 ) -> None:
-    monkeypatch.setattr(products, "trial", lambda dtype: chosen)
-    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: compiled_chunks)
+    use_kernels(monkeypatch, kernels)
     tokenizer, it = load_tokenizer("torch", folder), engine(folder, "bfloat16")
     ids = tokenizer.encode_chat([Message("user", "What is the capital of France?")])
     cold = it.open(64)
@@ -67,12 +69,11 @@ def logits(it: TorchEngine, ids: list[int], cut: int, then: list[int]) -> torch.
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("chosen", "compiled_chunks"), KERNELS, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.text)
 def test_bfloat16_is_as_near_to_float32_with_every_kernel_and_cut(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: products.Choice, compiled_chunks: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: KernelSet
 ) -> None:
-    monkeypatch.setattr(products, "trial", lambda dtype: chosen)
-    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: compiled_chunks)
+    use_kernels(monkeypatch, kernels)
     tokenizer, exact, it = load_tokenizer("torch", folder), engine(folder, "float32"), engine(folder, "bfloat16")
     ids = tokenizer.encode_chat([Message("user", FILL * 35 + "What is the capital of France?")])
     then = tokenizer.encode("The capital of France is Paris.")

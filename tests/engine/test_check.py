@@ -11,7 +11,10 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pdq.cli import main
+from pdq.engine import forwards
 from pdq.engine.check import Report, check
+from tests.engine.test_fused import MINISTRAL, SCALED_QUERIES
+from tests.engine.tiny import COMPILED
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 LONGROPE = {"type": "longrope", "short_factor": [1.05] * 48, "long_factor": [1.1] * 48}
@@ -71,6 +74,25 @@ def test_the_kv_layout_of_a_large_model_is_told_and_a_narrow_copy_compared(
     assert report.model_class == config["architectures"][0]
     assert (report.layout, report.token_bytes, report.windows) == (layout, token_bytes, windows)
     assert report.context == context
+
+
+@pytest.mark.parametrize(
+    ("config", "fused"), [(LLAMA_405B | {"num_hidden_layers": 4}, True), (PHI3_128K, True), (GPT_OSS, False)],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_it_says_whether_the_forward_is_compiled_as_a_whole(tmp_path: Path, config: dict[str, Any], fused: bool) -> None:
+    assert checked(tmp_path, config).fused == (fused and bool(COMPILED))
+
+
+def test_a_class_with_llamas_modules_and_scaled_queries_is_not_compiled_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "num_hidden_layers": 2}
+    config |= {"rope_parameters": SCALED_QUERIES["rope_parameters"] | {"original_max_position_embeddings": 16384}}
+    for classes in (forwards.FUSED_CLASSES, {MINISTRAL}):
+        monkeypatch.setattr(forwards, "FUSED_CLASSES", classes)
+        report = checked(tmp_path, config)
+        assert (report.supported, report.fused) == (True, False)
 
 
 def test_shared_kv_is_counted_once(tmp_path: Path) -> None:
@@ -143,10 +165,11 @@ def test_the_command_says_yes_with_figures(tmp_path: Path, capsys: pytest.Captur
     assert main(["models", "check", str(tmp_path), "--dtype", "float32"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(None, 1)[0] for line in lines] == [
-        "model", "supported", "KV", "layout", "windows", "context", "chat",
+        "model", "supported", "forward", "KV", "layout", "windows", "context", "chat",
     ]  # fmt: skip
     assert lines[0].endswith("(GptOssForCausalLM)")
-    assert lines[2] == "KV         98,304 bytes per token in float32, for 24 of 24 layers"
+    assert lines[2] == "forward    by the model's own code"
+    assert lines[3] == "KV         98,304 bytes per token in float32, for 24 of 24 layers"
     assert lines[-1] == "chat       template present"
 
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdq.engine import compiled, compiled_chunk, flash, flash_scores, kernels, llvm
+from pdq.engine import compiled, cpu, flash, kernels
 from pdq.engine.attention import Step
 from pdq.engine.base import Segment
 from pdq.engine.code import Code
 from pdq.engine.compiled import Batch
 from pdq.engine.flash import SPLIT, Shape
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import LayerShape, Layout, TorchSlot
+from tests.engine.gates import use_cpu, use_kernels
 from tests.engine.pd import GREEDY, engine
 from tests.engine.tiny import tiny_model
 
@@ -93,8 +95,7 @@ def test_without_an_instruction_for_pairs_results_are_the_same(
     slots = [slot_of(length, layer, torch.bfloat16) for length in LENGTHS]
     query = torch.randn((1, group * kv_heads, len(slots), key_dim)).bfloat16()
     with_it = attend(slots, layer, query)
-    for module in (llvm, flash_scores):
-        monkeypatch.setattr(module, "has_pair_products", lambda: False)
+    use_cpu(monkeypatch, cpu.host().without("avx512bf16"))
     made = Code([flash.attend(Shape(torch.bfloat16, group, *shape[1:]))])
     monkeypatch.setattr(compiled, "attention", lambda shape: made.address("attend"))
     torch.testing.assert_close(attend(slots, layer, query), with_it, rtol=0.008, atol=1e-4)
@@ -192,8 +193,7 @@ def test_single_tokens_go_through_it_and_chunks_beside_them_do_not(monkeypatch: 
     for owner, name in ((Batch, "attend"), (kernels, "decode"), (kernels, "prefill")):
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, stock=stock, name=name: used.append(name) or stock(*a))
-    monkeypatch.setattr(compiled, "trial", lambda dtype: True)
-    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: False)
+    use_kernels(monkeypatch, KernelSet(decode=True))
     it, ids = engine(tiny_model("llama")), [5, 6, 7, 8, 9]
     assert used[-4:] == ["attend", "attend", "prefill", "prefill"]  # at load, so that no request waits for a compiler
     used.clear()
@@ -207,20 +207,12 @@ def test_single_tokens_go_through_it_and_chunks_beside_them_do_not(monkeypatch: 
 
 
 def test_soft_caps_are_left_to_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "trial", lambda dtype: True)
+    use_kernels(monkeypatch, KernelSet(decode=True))
     monkeypatch.setattr(Batch, "attend", lambda *a: pytest.fail("soft-capped scores in the plain kernel"))
     it = engine(tiny_model("gemma2"))
     slot = it.open(10)
     found = torch.cat([it.logits([Segment(slot, [token], GREEDY)]) for token in (5, 6, 7)])
     torch.testing.assert_close(found, tiny_model("gemma2")(torch.tensor([[5, 6, 7]])).logits[0], rtol=0, atol=1e-4)
-
-
-def test_a_cpu_that_llvm_does_not_know_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(shape: Shape) -> None:
-        raise RuntimeError("no such target")
-
-    monkeypatch.setattr(compiled, "_attention", unknown)
-    assert compiled.trial.__wrapped__(torch.float32) is False
 
 
 def test_a_step_is_not_compiled_unless_asked() -> None:
@@ -229,7 +221,7 @@ def test_a_step_is_not_compiled_unless_asked() -> None:
     query, key = torch.ones((1, 2, 1, 8)), torch.ones((1, 1, 1, 8))
     outs = []
     for use in (False, True):
-        step = Step([layer], [0], [(slot, 1)], compiled=use)
+        step = Step([layer], [0], [(slot, 1)], KernelSet(decode=use))
         step.update(key, key, 0)
         outs.append(step.attend(query, key, key, None, module=torch.nn.Identity()))
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-6)

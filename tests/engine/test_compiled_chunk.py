@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdq.engine import compiled, compiled_chunk, flash_chunk, kernels, llvm
+from pdq.engine import compiled_chunk, cpu, flash_chunk, kernels
 from pdq.engine.attention import Step
 from pdq.engine.base import Segment
 from pdq.engine.code import Code
 from pdq.engine.compiled_chunk import chunk
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import TILE
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import LayerShape
+from tests.engine.gates import use_cpu, use_kernels
 from tests.engine.pd import GREEDY, engine
 from tests.engine.test_compiled import SHAPES, slot_of
 from tests.engine.tiny import tiny_model
@@ -161,7 +163,7 @@ def test_without_an_instruction_for_pairs_the_products_are_the_same(monkeypatch:
     query = torch.randn((1, 6, 70, 48)).to(HALF)
     right = torchs(query, key, value, None, None, torch.float64)
     expected = attend(query, key, value)
-    monkeypatch.setattr(llvm, "has_pair_products", lambda: False)
+    use_cpu(monkeypatch, cpu.host().without("avx512bf16"))
     made = Code([flash_chunk.chunk(Shape(HALF, 3, 2, 48, 40))])
     monkeypatch.setattr(compiled_chunk, "attention", lambda shape: made.address("chunk"))
     found = attend(query, key, value)
@@ -179,8 +181,7 @@ def test_other_shapes_and_types_are_left_to_the_other_kernels() -> None:
 
 def test_chunks_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    monkeypatch.setattr(compiled, "trial", lambda dtype: True)
-    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: True)
+    use_kernels(monkeypatch, KernelSet(decode=True, prefill=True))
     it, ids, stock = engine(tiny_model("llama")), [5, 6, 7, 8, 9], compiled_chunk.chunk
     monkeypatch.setattr(kernels, "prefill", lambda *a: pytest.fail("a chunk in the fused kernel"))
     monkeypatch.setattr(compiled_chunk, "chunk", lambda q, *a, **k: used.append(q.shape[2]) or stock(q, *a, **k))
@@ -191,8 +192,7 @@ def test_chunks_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, tiny_model("llama")(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
 
 
-def test_windows_of_a_slot_are_seen_from_their_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_chunk, "trial", lambda dtype: True)
+def test_windows_of_a_slot_are_seen_from_their_first_token_on() -> None:
     layer = LayerShape(2, 16, 16, window=20)
     slot = slot_of(100, layer, torch.float32)
     slot.length = 60
@@ -200,15 +200,7 @@ def test_windows_of_a_slot_are_seen_from_their_first_token_on(monkeypatch: pytes
     query = torch.randn((1, 4, 40, 16))
     outs = []
     for use in (False, True):
-        step = Step([layer], [0], [(slot, 40)], compiled=use)
+        step = Step([layer], [0], [(slot, 40)], KernelSet(prefill=use))
         step.update(key, value, 0)
         outs.append(step.attend(query, key, value, None, module=torch.nn.Identity()))
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-6)
-
-
-def test_a_cpu_that_llvm_does_not_know_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(shape: Shape) -> int:
-        raise RuntimeError("no such target")
-
-    monkeypatch.setattr(compiled_chunk, "attention", unknown)
-    assert compiled_chunk.trial.__wrapped__(torch.float32) is False

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pdq.engine import compiled_product
-from pdq.engine.compiled_product import CompiledProduct, Cut, compiled, fastest, supported
+from pdq.engine import cpu
+from pdq.engine.compiled_product import CompiledProduct, Cut, compiled
 from pdq.engine.gemm import BLOCK, MOST_ROWS
-from pdq.engine.packed import can_pack
 
 ROWS = (1, 2, 5, MOST_ROWS - 1, MOST_ROWS, MOST_ROWS + 1, 2 * MOST_ROWS + 1, 100)
 OUTPUTS = (1, 15, 16, 17, BLOCK, BLOCK + 1, 3 * BLOCK - 1)
@@ -18,7 +17,7 @@ INPUTS = (2, 6, 64, 70)
 DTYPES = (torch.bfloat16, torch.float32)
 pytestmark = [
     pytest.mark.usefixtures("threads"),
-    pytest.mark.skipif(not all(map(supported, DTYPES)), reason="oneDNN's products are used on this CPU"),
+    pytest.mark.skipif(not cpu.host().avx2, reason="products are compiled for CPUs with AVX2"),
 ]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -89,25 +88,10 @@ def test_every_tile_is_in_one_item(blocks: int, threads: int) -> None:
     assert Cut.of(0, blocks, 8, threads).items == 0
 
 
-def test_layers_it_cannot_do_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_it_cannot_do_are_left_to_others() -> None:
     def layer(inputs: int, dtype: torch.dtype) -> nn.Linear:
         return nn.Linear(inputs, 4, dtype=dtype)
 
     assert isinstance(compiled([layer(6, torch.bfloat16)]), CompiledProduct)
     assert compiled([layer(7, torch.bfloat16)]) is None
     assert compiled([layer(6, torch.float16)]) is None
-    monkeypatch.setattr(compiled_product, "supported", lambda dtype: False)
-    assert compiled([layer(6, torch.bfloat16)]) is None
-    assert fastest([layer(6, torch.float32)]) is None
-    assert (fastest([layer(6, torch.bfloat16)]) is not None) == can_pack()
-
-
-def test_a_cpu_with_a_matrix_unit_or_unknown_to_llvm_uses_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(dtype: torch.dtype) -> None:
-        raise RuntimeError("no such target")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-        assert not supported.__wrapped__(torch.bfloat16)
-    monkeypatch.setattr(compiled_product, "_code", unknown)
-    assert not supported.__wrapped__(torch.bfloat16)

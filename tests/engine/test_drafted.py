@@ -16,6 +16,7 @@ from pdq.engine import products
 from pdq.engine.base import Engine, Scores, Segment
 from pdq.engine.choice import choose
 from pdq.engine.forward import StockForward
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import TorchSlot
 from pdq.engine.runner import TorchEngine
 from pdq.engine.scripted import Script, ScriptedEngine
@@ -300,7 +301,7 @@ def test_a_guess_that_spoils_the_numbers_leaves_the_text_without_drafts_right(
     if padded:
         monkeypatch.setattr(products, "_FEWEST_KEYS", 1)
         assert isinstance(it._forward, StockForward)
-        it._forward._choice, it._forward._compiled = products.Choice(singles=True), False
+        it._forward._kernels = KernelSet(bmm=products.Bmm(singles=True))
     prompt, found = [3, 1, 4, 1, 5], []
     right = alone(it, prompt, 8, GREEDY).tokens
     assert 50 not in right

@@ -6,6 +6,7 @@ That they compute what the stock models compute is in `test_equivalence`, under 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +16,45 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pdq.config import DecodeSettings
-from pdq.engine import compiled, compiled_chunk
+from pdq.engine import forwards, kernel_selection
 from pdq.engine.base import Segment
 from pdq.engine.code import Code
-from pdq.engine.compiled_product import fastest, supported
 from pdq.engine.forward import StockForward
 from pdq.engine.fused import FusedForward
 from pdq.engine.kv import TorchSlot
 from pdq.engine.load import load_engine
-from pdq.engine.model import replace
 from pdq.engine.probe import layout_of
 from pdq.engine.runner import TorchEngine
-from pdq.engine.siblings import families
+from tests.engine.gates import use_kernels
 from tests.engine.pd import GREEDY, engine
-from tests.engine.tiny import COMPILED, CONFIGS, CONTEXT, compiled_model, save_tiny, tiny_model
+from tests.engine.tiny import (
+    COMPILED,
+    CONFIGS,
+    CONTEXT,
+    LLAMA3,
+    WINDOW,
+    compiled_model,
+    loaded,
+    rope_of,
+    save_tiny,
+    tiny_model,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALSO = {"llama linear", "llama dynamic"}  # the same code as those in COMPILED
-pytestmark = pytest.mark.skipif(not COMPILED, reason="oneDNN's products are used on this CPU")
+pytestmark = pytest.mark.skipif(not COMPILED, reason="forwards are compiled for CPUs with AVX2")
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Used whether or not they are the fastest ones here, on one thread."""
-    for kernel in (compiled, compiled_chunk):
-        monkeypatch.setattr(kernel, "trial", lambda dtype: True)
+def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
 
 
-def loaded(name: str, change: Callable[[Any], None] = lambda model: None, **overrides: Any) -> PreTrainedModel:
+def changed(name: str, change: Callable[[Any], None] = lambda model: None, **overrides: Any) -> PreTrainedModel:
     model = tiny_model(name, **overrides)
     change(model)
-    replace(model, families(model, lambda: layout_of(model)), fastest)
-    return model
+    return loaded(model)
 
 
 def is_fused(it: TorchEngine) -> bool:
@@ -58,7 +64,7 @@ def is_fused(it: TorchEngine) -> bool:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_only_models_of_usual_blocks_are_compiled_as_a_whole(name: str) -> None:
-    assert is_fused(engine(loaded(name))) == (name in {*COMPILED.values(), *ALSO})
+    assert is_fused(engine(changed(name))) == (name in {*COMPILED.values(), *ALSO})
 
 
 def scale(name: str, factor: float) -> Callable[[Any], None]:
@@ -81,16 +87,93 @@ def test_a_model_that_does_more_than_its_modules_show_runs_by_its_own_code(name:
         scale(name, 1.15)(model)
         model.to(DTYPES[dtype])
 
-    it = engine(loaded("llama", change), dtype=dtype)
+    it = engine(changed("llama", change), dtype=dtype)
     assert is_fused(it) == (name == "model.embed_tokens")  # that module itself is run
-    assert is_fused(engine(loaded("llama", lambda model: model.to(DTYPES[dtype])), dtype=dtype))
+    assert is_fused(engine(changed("llama", lambda model: model.to(DTYPES[dtype])), dtype=dtype))
 
 
-def test_where_a_kernel_is_not_the_fastest_the_stock_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in (compiled, compiled_chunk):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel, "trial", lambda dtype: False)
-            assert not is_fused(engine(loaded("llama")))
+@pytest.mark.parametrize("left_out", [{"decode": False}, {"prefill": False}, {"linear": "torch"}], ids=str)
+def test_where_a_kernel_is_not_used_the_stock_code_runs(
+    monkeypatch: pytest.MonkeyPatch, left_out: dict[str, Any]
+) -> None:
+    use_kernels(monkeypatch, replace(kernel_selection.select(torch.float32), **left_out))
+    assert not is_fused(engine(changed("llama")))
+
+
+# Ministral 3 has Llama's modules, and scales its queries by how often a position goes into the original context.
+SCALED_QUERIES = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+MINISTRAL = "transformers.models.ministral3.modeling_ministral3.Ministral3ForCausalLM"
+
+
+def far_error(it: TorchEngine, model: PreTrainedModel, length: int) -> float:
+    """Of the last logits of a text, relative to the stock model's."""
+    ids = texts(1, length)[0]
+    exact = model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+    return float((logits(it, ids, [length // 2])[0] - exact).norm() / exact.norm())
+
+
+def test_queries_scaled_by_position_are_not_computed_as_llamas() -> None:
+    it, stock = engine(changed("ministral3", **SCALED_QUERIES)), tiny_model("ministral3", **SCALED_QUERIES)
+    assert not is_fused(it)
+    assert [far_error(it, stock, length) < 1e-5 for length in (8, 17, 100)] == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("checked", ["narrow copy and model", "model"])
+def test_the_load_check_finds_what_begins_beyond_the_original_context(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, checked: str, dtype: str
+) -> None:
+    """Even a class that is wrongly believed is computed by its own code."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(forwards, "FUSED_CLASSES", {MINISTRAL})
+    if checked == "model":
+        monkeypatch.setattr(forwards, "_narrow_difference", lambda cls, config: None)
+    rope = SCALED_QUERIES["rope_parameters"] | {"original_max_position_embeddings": 64}
+    model = changed("ministral3", lambda model: model.to(DTYPES[dtype]), rope_parameters=rope)
+    assert not is_fused(engine(model, dtype=dtype))
+    assert "in a text from position 48 on" in caplog.text  # of 32 tokens: it crosses 64
+    assert ("narrow copy" in caplog.text) == (checked != "model")
+
+
+THRESHOLDS: dict[str, dict[str, Any]] = {
+    "original context of llama3": rope_of("llama3", **LLAMA3),
+    "original context of yarn": rope_of("yarn", original_max_position_embeddings=32),
+    "linear": rope_of("linear"),
+    "window": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "window and yarn": {"sliding_window": WINDOW} | rope_of("yarn", original_max_position_embeddings=32),
+    "part of a head": {"partial_rotary_factor": 0.5, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "longrope": {"original_max_position_embeddings": CONTEXT, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": CONTEXT,
+        "short_factor": [1.1, 1.2, 1.3, 1.4], "long_factor": [2.0, 2.0, 2.0, 2.0]}},
+}  # fmt: skip
+CLASSES = ("phi3", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+# Phi 3 knows one scaling, whose original context no text may pass (`test_model`).
+OF_PHI3 = ("longrope", "window", "part of a head")
+CROSSED = [(name, threshold) for name in CLASSES[1:] for threshold in THRESHOLDS if threshold != "longrope"]
+CROSSED += [("phi3", threshold) for threshold in OF_PHI3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "threshold"), CROSSED)
+def test_each_class_is_computed_right_beyond_every_threshold_of_its_config(
+    name: str, threshold: str, dtype: str
+) -> None:
+    stock = tiny_model(name, **THRESHOLDS[threshold])
+    model = changed(name, lambda model: model.to(DTYPES[dtype]), **THRESHOLDS[threshold])
+    it = engine(model, dtype=dtype)
+    assert is_fused(it)
+    for length in (8, WINDOW + 20, 33, 40, 100, CONTEXT - 1):
+        assert far_error(it, stock, length) < (1e-5 if dtype == "float32" else 0.2)
+
+
+def test_the_classes_that_are_compiled_as_a_whole_are_those_of_this_file() -> None:
+    assert {forwards._full_name(type(tiny_model(name))) for name in CLASSES} == forwards.FUSED_CLASSES
 
 
 def texts(count: int, length: int) -> list[list[int]]:
@@ -164,10 +247,6 @@ def test_logits_in_bfloat16_are_not_rounded() -> None:
     it = engine(compiled_model("llama compiled", torch.bfloat16), dtype="bfloat16")
     found = logits(it, [1, 2, 3], [])
     assert not torch.equal(found.bfloat16().float(), found)
-
-
-def test_the_products_of_this_cpu_are_the_compiled_ones() -> None:
-    assert supported(torch.float32) == supported(torch.bfloat16)
 
 
 def test_nothing_is_compiled_when_that_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

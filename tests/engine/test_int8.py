@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdq.config import PrefillSettings
-from pdq.engine import compiled as kernels_of_singles
-from pdq.engine import compiled_chunk, compiled_int8, int8
+from pdq.engine import cpu, int8
 from pdq.engine.base import Segment
 from pdq.engine.compiled_int8 import CompiledInt8Product
-from pdq.engine.compiled_product import CompiledProduct
+from pdq.engine.compiled_product import DTYPES, CompiledProduct
 from pdq.engine.forward import StockForward
 from pdq.engine.fused import FusedForward
 from pdq.engine.int8 import Int8Product, Quantized, require_int8
@@ -54,7 +53,7 @@ def compiled(weight: Tensor, bias: Tensor | None, largest: Tensor | None = None,
 
 Make = Callable[..., Product]
 each_product = pytest.mark.parametrize(
-    "make", [by_onednn, *([compiled] if compiled_int8.supported(torch.float32) else [])]
+    "make", [by_onednn, *([compiled] if cpu.host().byte_products else [])]
 )
 
 
@@ -81,7 +80,7 @@ def test_numbers_that_are_levels_are_multiplied_exactly(make: Make, rows: int, i
 @pytest.mark.parametrize("rows", [1, 5])
 def test_products_are_a_percent_off_in_every_dtype(make: Make, dtype: torch.dtype, rows: int) -> None:
     if make is compiled and dtype is torch.float16:
-        assert not compiled_int8.supported(dtype)
+        assert dtype not in DTYPES
         return
     torch.manual_seed(0)
     weight, x, bias = torch.randn(96, 64), torch.randn(2, rows, 64).to(dtype), torch.randn(96)
@@ -174,7 +173,7 @@ def test_all_linear_layers_but_the_head_are_in_8_bits(tmp_path: Path) -> None:
     packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     head = packed.pop("lm_head", None)
     assert len(packed) == 14
-    used = CompiledInt8Product if compiled_int8.supported(torch.float32) else Int8Product
+    used = CompiledInt8Product if cpu.host().byte_products else Int8Product
     assert all(type(m.shared.product) is used for m in packed.values())
     assert head is None or isinstance(head.shared.product, CompiledProduct)
 
@@ -182,10 +181,8 @@ def test_all_linear_layers_but_the_head_are_in_8_bits(tmp_path: Path) -> None:
 @needs_int8
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_forward_compiled_as_a_whole_gives_what_the_stock_code_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    tmp_path: Path, dtype: str
 ) -> None:
-    for kernel in (kernels_of_singles, compiled_chunk):
-        monkeypatch.setattr(kernel, "trial", lambda dtype: True)
     ids = [(i * i * 7 + i * 3 + 363) % VOCAB for i in range(33)]
     model = load_model(save_tiny("qwen2", tmp_path), dtype=dtype, device="cpu", quantization="int8")
     it = engine(model, dtype=dtype)

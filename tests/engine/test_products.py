@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdq.engine import compiled, compiled_product, kernels, products
+from pdq.engine import kernel_selection, kernels, products
 from pdq.engine.attention import causal_mask
 from pdq.engine.base import Segment, Slot
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.kv import TorchSlot
 from pdq.engine.model import load_model
 from pdq.engine.packed import Bfloat16Product, PackedLinear, can_pack, pack
 from pdq.engine.runner import TorchEngine
 from tests.engine.conftest import Arch
+from tests.engine.gates import use_kernels
 from tests.engine.pd import GREEDY, Handoff, decode_together, engine, prefill
 from tests.engine.tiny import CONTEXT, save_tiny, tiny_model
 
@@ -28,8 +30,7 @@ needs_packing = pytest.mark.skipif(not can_pack(), reason="this CPU or torch bui
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TorchEngine]:
     """Engines that use products everywhere, in blocks of 2 rows, padded to 4 tokens, over memory full of NaN."""
-    monkeypatch.setattr(products, "trial", lambda dtype: products.Choice(chunks=True, singles=True))
-    monkeypatch.setattr(compiled, "trial", lambda dtype: False)
+    use_kernels(monkeypatch, KernelSet(bmm=products.Bmm(chunks=True, singles=True)))
     smallest = {"_FEWEST_ROWS": 2, "_FEWEST_SCORES": 0, "_FEWEST_KEYS": 0}
     for name, value in (smallest | {"_ROW_STEP": 2, "_SCORE_BYTES": 1, "PADDING": 4}).items():
         monkeypatch.setattr(products, name, value)
@@ -98,7 +99,7 @@ def test_bfloat16_products_are_within_a_percent_of_exact_attention(window: int |
 
 
 def test_float32_always_uses_the_fused_kernel() -> None:
-    assert products.trial(torch.float32) == products.Choice(chunks=False, singles=False)
+    assert kernel_selection.select(torch.float32).bmm == products.Bmm(chunks=False, singles=False)
 
 
 @needs_packing
@@ -126,8 +127,9 @@ def test_a_chunk_without_a_sample_runs_through_a_packed_head() -> None:
 def test_linear_layers_are_packed_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
     half = load_model(folder, dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(compiled_product, "supported", lambda dtype: False)
+    use_kernels(monkeypatch, KernelSet(linear="onednn"))
     other = load_model(folder, dtype="bfloat16", device="cpu")
+    use_kernels(monkeypatch, KernelSet())
     full = load_model(folder, dtype="float32", device="cpu")
     assert not any(type(m) is nn.Linear for it in (half, other) for m in it.modules())
     assert all(isinstance(m.shared.product, Bfloat16Product) for m in other.modules() if isinstance(m, PackedLinear))

@@ -6,13 +6,15 @@ biases all matter for the next token.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from pdq.engine.compiled_product import fastest, supported
+from pdq.engine import cpu, kernel_selection
+from pdq.engine.kernel_selection import KernelSet
 from pdq.engine.model import replace
 from pdq.engine.probe import layout_of
 from pdq.engine.siblings import families
@@ -48,11 +50,11 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
+def rope_of(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | more}
 
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 _TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": None}
 
@@ -79,10 +81,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": _SMALL_HEADS,
     "llama": _PLAIN,
     "llama tied": _PLAIN | {"tie_word_embeddings": True},
-    "llama linear": _PLAIN | _rope("linear"),
-    "llama llama3": _PLAIN | _rope("llama3", **_LLAMA3),
-    "llama yarn": _PLAIN | _rope("yarn", original_max_position_embeddings=32),
-    "llama dynamic": _PLAIN | _rope("dynamic"),
+    "llama linear": _PLAIN | rope_of("linear"),
+    "llama llama3": _PLAIN | rope_of("llama3", **LLAMA3),
+    "llama yarn": _PLAIN | rope_of("yarn", original_max_position_embeddings=32),
+    "llama dynamic": _PLAIN | rope_of("dynamic"),
     "phi3": _PLAIN,
     "qwen2": _PLAIN,
     "qwen3": _PLAIN | {"head_dim": 16},
@@ -110,7 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe": _PLAIN | _EXPERTS,
     "glm4_moe": _SMALL_HEADS | _EXPERTS | {"first_k_dense_replace": 1},
     "ernie4_5_moe": _PLAIN | _EXPERTS,
-    "gpt_oss": _SMALL_HEADS | _EXPERTS | {"sliding_window": WINDOW} | _rope("default"),
+    "gpt_oss": _SMALL_HEADS | _EXPERTS | {"sliding_window": WINDOW} | rope_of("default"),
     "mimo_v2_flash": _PLAIN | _EXPERTS | _MIXED | {"head_dim": 12, "v_head_dim": 8, "n_group": 1},
     # latent attention
     "minicpm3": _PLAIN | _LATENT,
@@ -122,12 +124,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 # Those whose forward is compiled as a whole, by the names under which the tests know them so.
 _FUSED = ("llama", "llama tied", "llama llama3", "llama yarn", "phi3", "qwen2", "qwen3", "smollm3", "mistral")
-COMPILED = {f"{name} compiled": name for name in _FUSED} if supported(torch.float32) else {}
+COMPILED = {f"{name} compiled": name for name in _FUSED} if cpu.host().avx2 else {}
 
 
 def tiny_model(arch: str, **overrides: Any) -> PreTrainedModel:
     """A model of `arch` (of CONFIGS, or another model type), float32, the same weights at every call."""
-    settings = CONFIGS.get(arch, _PLAIN) | _TOKENS | overrides
+    settings = deepcopy(CONFIGS.get(arch, _PLAIN) | _TOKENS | overrides)  # some configs change what they are given
     torch.manual_seed(0)
     config = CONFIG_MAPPING[arch.split()[0]](**settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -141,8 +143,13 @@ def tiny_model(arch: str, **overrides: Any) -> PreTrainedModel:
 
 def compiled_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """name: of COMPILED. With the products that loading gives it."""
-    model = tiny_model(COMPILED[name]).to(dtype)
-    replace(model, families(model, lambda: layout_of(model)), fastest)
+    return loaded(tiny_model(COMPILED[name]).to(dtype))
+
+
+def loaded(model: PreTrainedModel, kernels: KernelSet | None = None) -> PreTrainedModel:
+    """With the products that loading gives it. kernels: others than those of this CPU."""
+    kernels = kernels or kernel_selection.select(model.dtype)
+    replace(model, families(model, lambda: layout_of(model)), kernel_selection.maker(kernels))
     return model
 
 

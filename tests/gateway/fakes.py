@@ -137,7 +137,7 @@ class RefusingTokenizer(ByteTokenizer):
 
 
 def worker(stage: str, *, model: str = MODEL, context: int = CONTEXT, state: str = "ready") -> WorkerInfo:
-    return WorkerInfo(f"{stage}-1", stage, model, b"f" * 32, context, state)
+    return WorkerInfo(f"{stage}-1", stage, model, b"f" * 32, context, state, numerics="fused avx2")
 
 
 def both() -> list[WorkerInfo]:

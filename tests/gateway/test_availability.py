@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -197,7 +198,13 @@ async def test_ready_is_200_with_both_stages(http, fake):
     fake.workers_now = [*both(), worker("decode")]
     response = await http.get("/ready")
     assert response.status == 200
-    assert await response.json() == {"status": "ready", "prefill": 1, "decode": 2}
+    assert await response.json() == {"status": "ready", "prefill": 1, "decode": 2, "numerics": ["fused avx2"]}
+
+
+async def test_ready_names_every_numerics_id_of_its_workers(http, fake):
+    other = replace(worker("decode"), numerics="stock avx512")
+    fake.workers_now = [*both(), other, replace(other, model="b", numerics="another model's")]
+    assert (await (await http.get("/ready")).json())["numerics"] == ["fused avx2", "stock avx512"]
 
 
 @pytest.mark.parametrize(

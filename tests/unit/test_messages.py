@@ -66,7 +66,7 @@ EXAMPLES: list[Request | Handoff | Event | WorkerInfo] = [
         logprobs=(TokenLogprob(5, -0.5, b"a", (TopLogprob(7, 0.0, b"\xff"),)), TokenLogprob(6, -9.0, b"")),
     ),
     Event(0, (), "", finish_reason="error", error=ErrorInfo("queue_full", "no", "prompt")),
-    WorkerInfo("w", "decode", "m", b"\x01" * 32, 8192, "ready", 3, 16, (("steps", 12), ("tokens", 2**40))),
+    WorkerInfo("w", "decode", "m", b"\x01" * 32, 8192, "ready", 3, 16, (("steps", 12), ("tokens", 2**40)), "fused avx2"),
 ]
 KINDS = sorted({type(e) for e in EXAMPLES}, key=lambda cls: cls.__name__)
 
