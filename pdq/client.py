@@ -225,8 +225,9 @@ class AsyncClient:
 
         lane: "high", "normal" or "batch". timeout: seconds to the last token. queue_timeout: seconds until a worker
         takes it, 0 for no limit. id: chosen by the caller; submitting the same request with the same id (or idempotency
-        key) again gives the first one. No seed means a random one. speculation: "ngram" or "off": may decode guess
-        tokens that repeat the text, and check several at once? It changes no token; None: as the workers are set.
+        key) again gives the first one, and runs it again if Redis has evicted its answer. No seed means one made from
+        the id, which is random if it is not chosen. speculation: "ngram" or "off": may decode guess tokens that repeat
+        the text, and check several at once? It changes no token; None: as the workers are set.
 
         tenant: whose request this is; prefixes and idempotency keys are shared within a tenant only. It is taken on
         trust, since who has the pool's Redis can read everything: the gateway takes it from the API key. cache_salt:
@@ -257,7 +258,7 @@ class AsyncClient:
         same = encode(_unseeded(request)) if fresh_seed else data
         lanes = [self.keys.prefill(lane) for lane in LANES]
         call = scripts.submit(
-            [self.keys.request(request.id), self.keys.load, self.keys.prefill(request.lane), *lanes],
+            [*self._of(request.id), self.keys.prefill(request.lane), *lanes],
             *(VERSION, request.id, data, hashlib.sha256(same).digest(), request.lane),
             *(_ms(request.timeout), _ms(request.queue_timeout)),
             *(request.cost, self.max_queued, self.max_queued_tokens),

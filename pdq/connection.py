@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -26,7 +27,18 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from pdq.cluster import SLOTS, Address, AsyncFollowing, AsyncFollowingTLS, Cluster, Following, FollowingTLS, Home, Nodes
+from pdq.cluster import (
+    REDIRECTIONS,
+    SLOTS,
+    Address,
+    AsyncFollowing,
+    AsyncFollowingTLS,
+    Cluster,
+    Following,
+    FollowingTLS,
+    Home,
+    Nodes,
+)
 from pdq.errors import ConfigError
 from pdq.one_connection import OneConnection
 
@@ -48,6 +60,9 @@ PATIENCE = 0.05  # with a silent connection, by those who give up waiting
 # A retry connects anew. After READONLY too: the master has become a replica, and only a new connection can find the
 # new master behind the same address.
 _RETRIED = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+# Answers that a server gives to every command, or to every write, for a while. redis-py has no classes for some of
+# them, and a Redis before 7 puts what a script met into the middle of its own error.
+_REFUSES_ALL = re.compile(r"(?:^|[ -])(?:BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOREPLICAS|READONLY|TRYAGAIN) ")
 _CLUSTER = "+cluster"
 IS_CLUSTER = "the server is a node of a Redis Cluster; write redis+cluster:// (or rediss+cluster://)"
 IS_NO_CLUSTER = "the server is no node of a Redis Cluster; write redis:// (or rediss://)"
@@ -80,6 +95,17 @@ class _AsyncRetry(AsyncRetry):
 
 def _backoff() -> ExponentialWithJitterBackoff:
     return ExponentialWithJitterBackoff(base=0.02, cap=0.2)
+
+
+def is_outage(error: redis.RedisError) -> bool:
+    """Is Redis away, or does it refuse everybody's writes for now? Then the same write may succeed later.
+
+    Any other error is a refusal of this one write, which would be refused again. OutOfMemoryError is no outage: the
+    scripts of running requests do not meet it (lua/common), and for what else does there may be room later.
+    """
+    if isinstance(error, (*_RETRIED, *REDIRECTIONS)):
+        return True
+    return isinstance(error, redis.ResponseError) and _REFUSES_ALL.search(str(error)) is not None
 
 
 def command(url: str, connections: int = 16, home: str = "") -> AsyncRedis:

@@ -16,7 +16,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from pdq import scripts
-from pdq.connection import BLOCK_SECONDS, AsyncRedis, SyncRedis
+from pdq.connection import BLOCK_SECONDS, AsyncRedis, RedisError, SyncRedis
 from pdq.end_events import CANCELLED, EXPIRED, WAITED, end_event
 from pdq.errors import DeadlineExceeded, LostLease, PdqError, RequestCancelled, RequestFailed
 from pdq.keys import DEAD_LETTERS, GROUP, Keys
@@ -176,8 +176,11 @@ class Queue:
                 failed = failed or ResponseError(_text(answer[1]))
             elif answer[0] == b"ok":
                 entry = self.streams[number - 1], _text(entry_id), _text(request_id)
-                if job := await self._claimed(entry, answer):
-                    jobs.append(job)
+                try:
+                    if job := await self._claimed(entry, answer):
+                        jobs.append(job)
+                except RedisError as e:
+                    failed = failed or e
         return jobs, failed
 
     def _claims(self, entries: Sequence[Entry], more: int) -> scripts.Call:
@@ -194,6 +197,7 @@ class Queue:
         )
 
     async def _claimed(self, entry: Entry, reply: Any) -> Job | None:
+        """The job of a claim that succeeded; None if its message cannot be read. Raises RedisError."""
         stream, entry_id, request_id = entry
         attempt, message, handoff, visible, remaining, *times, requeues, events = reply[1:]
         try:
@@ -219,18 +223,19 @@ class Queue:
         event = encode(end_event(RequestFailed(f"the queued request cannot be read: {why}")))
         await self._fail(stream, request_id, fence, event, str(why), max_attempts=0)
 
-    async def write(self, writes: Sequence[tuple[Job, Event]]) -> list[str]:
+    async def write(self, writes: Sequence[tuple[Job, Event]]) -> list[str | RedisError]:
         """Make events visible, one a job, all in one round trip; a terminal event ends its request.
 
         Per job "ok", "cancel" (written, but the client wants an end), "expired" (not written, the deadline has passed;
-        an end still counts) or "lost". Raises RedisError if a write failed; sending the same events again is harmless,
-        sending the same tokens cut differently is not.
+        an end still counts), "lost", "gap", or the error with which Redis has refused this job's event, and no other's.
+        Raises RedisError if Redis does not answer; the same events may be sent again, but not their tokens cut anew.
         """
         results = await scripts.run_many(self._redis, [self._write(job, event) for job, event in writes])
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return [_text(r) for r in results]
+        return [r if isinstance(r, RedisError) else _text(r) for r in results]
+
+    async def write_one(self, job: Job, event: Event) -> str:
+        """`write` for one job. Raises RedisError, also if Redis has refused the event."""
+        return _text(await self._write(job, event).run(self._redis))
 
     def _write(self, job: Job, event: Event) -> scripts.Call:
         keys = [self.keys.request(job.id), self.keys.out(job.id)]
@@ -245,12 +250,13 @@ class Queue:
     async def emitted(self, job: Job) -> list[int]:
         """The tokens an earlier attempt or stage made visible. Raises BadMessage if they are not there any more."""
         tokens = [token for event in job.events for token in decode(Event, event).token_ids]
+        last = f"0-{len(tokens)}"
         while len(tokens) < job.visible:
-            found: Any = await self._redis.xrange(self.keys.out(job.id), min=f"(0-{len(tokens)}", count=256)
+            found: Any = await self._redis.xrange(self.keys.out(job.id), min=f"({last}", count=256)
             if not found:
                 break
-            for _, data in found:
-                tokens += decode(Event, data[b"e"]).token_ids
+            last = _text(found[-1][0])
+            tokens += [token for _, data in found for token in decode(Event, data[b"e"]).token_ids]
         if len(tokens) != job.visible:
             raise BadMessage(f"{job.visible} tokens are visible, {len(tokens)} were found")
         return tokens
@@ -284,8 +290,7 @@ class Queue:
 
     async def end(self, job: Job, error: PdqError) -> None:
         """End the request with an error that no retry would change. Raises LostLease."""
-        (verdict,) = await self.write([(job, end_event(error))])
-        _check(verdict)
+        _check(await self.write_one(job, end_event(error)))
 
     async def fail(self, job: Job, why: str, delay: float = 0.5) -> str:
         """The attempt failed: try again after about `delay` seconds, or dead-letter it ("retry", "dead")."""

@@ -34,11 +34,13 @@ class Suspects:
         """
         if not entries:
             return []
-        tries = await self._redis.execute_all(*(("HGET", self._keys.request(name), "tries") for _, _, name in entries))
+        asked = [("HGET", self._keys.request(name), "tries") for _, _, name in entries]
+        found = await self._redis.execute_many(asked)
+        tries = [0 if isinstance(n, Exception) else int(n or 0) for n in found]  # of a wrong key its claim will tell
         self._taken &= running
         chosen = []
         for entry, n in zip(entries, tries, strict=True):
-            if int(n or 0) < self._tries:
+            if n < self._tries:
                 chosen.append(entry)
             elif not self._taken:
                 self._taken.add(entry[2])

@@ -5,8 +5,8 @@ The SDK, the gateway and (again, cheaply) the workers rest on the same checks.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -85,18 +85,23 @@ def make_request(
         if not prompt:
             raise _wrong("prompt", "must not be empty")
     return Request(
-        id=id, sampling=make_sampling(sampling), prompt=prompt, messages=_messages(messages),
+        id=id, sampling=make_sampling(_seeded(sampling, id)), prompt=prompt, messages=_messages(messages),
         token_ids=_token_ids(token_ids), model=model, lane=lane, timeout=float(timeout),
         tenant=salt(tenant, cache_salt), queue_timeout=float(queue_timeout), cache=cache, speculation=speculation,
     )  # fmt: skip
 
 
+def _seeded(sampling: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
+    """With a seed, if none is given: as good as drawn, and the same if the request has to run again."""
+    if sampling.get("seed") is not None:
+        return sampling
+    digest = hashlib.sha256(request_id.encode()).digest()
+    return {**sampling, "seed": int.from_bytes(digest[:8], "big") >> 1}
+
+
 def make_sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """Checked parameters; no seed (or None) draws one. Raises InvalidRequest."""
-    values = _checked(given)
-    if "seed" not in values:
-        values["seed"] = secrets.randbits(63)
-    return SamplingParams(**values)
+    """Checked parameters. Raises InvalidRequest."""
+    return SamplingParams(**_checked(given))
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:

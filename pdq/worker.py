@@ -1,8 +1,9 @@
 """What both worker programs share: the claim loop, heartbeats, cancel hints, drain.
 
 A stage is a `Stage`: it says how many more jobs it can take and works on one. The worker turns each way a job can end
-into exactly one transition: done by the stage, an error event, another attempt, given back (Redis was away), or nothing
-at all (the job is somebody else's, or Redis is away for so long that the lease lapses). No torch here.
+into exactly one transition: done by the stage, an error event, another attempt (also if Redis refuses a write of this
+job), given back (Redis was away), or nothing at all (the job is somebody else's, Redis is away for so long that the
+lease lapses, or Redis refuses the transition itself). No torch here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from redis.exceptions import ConnectionError as Disconnected
-from redis.exceptions import OutOfMemoryError, ReadOnlyError
-from redis.exceptions import TimeoutError as Unanswered
+from redis.exceptions import OutOfMemoryError
 
 from pdq import connection, heartbeats
 from pdq.config import WorkerSettings
-from pdq.connection import RedisError
+from pdq.connection import RedisError, is_outage
 from pdq.cores import Cores, OwnCores
 from pdq.errors import LostLease, PdqError
 from pdq.keys import Keys
@@ -47,7 +46,6 @@ SWEEP_SECONDS = 60.0
 READ_SECONDS = 1.0  # one blocking read; a drain waits for it, since giving up a read may lose what it has just taken
 GATHER_SECONDS = 0.001  # in which jobs gather that follow several others: each time they are taken costs all sides
 OOM_DELAY = 2.0
-OUTAGES = (Disconnected, Unanswered, ReadOnlyError)  # errors that are no fault of the job which meets them
 OUTAGE_DELAY = 1.0  # before a job is given back: if only the blocks' Redis is away, it will be claimed again at once
 UNWIND_SECONDS = 3.0  # for the chunk or step that runs when the drain's time is over
 RETRY_SECONDS = 0.1  # between two tries of a write that Redis did not take
@@ -278,14 +276,8 @@ class Worker:
                 log.info("%s: ended: %s", job.id, e)
                 await retried(running, partial(self.queue.end, job, e))
                 await stage.ended(job)
-            except OutOfMemoryError as e:  # Redis answers, it is just full: later there may be room
-                await retried(running, partial(self.queue.fail, job, f"Redis is out of memory: {e}", OOM_DELAY))
-            except OUTAGES as e:
-                log.warning("%s: given back when Redis answers: %s", job.id, e)
-                await asyncio.sleep(OUTAGE_DELAY)
-                await retried(running, partial(self.queue.release, job))
-            except RedisError:
-                raise
+            except RedisError as e:
+                await self._after(e, running)
             except Exception as e:
                 log.exception("%s: attempt %d failed", job.id, job.attempt)
                 self.counters["failed"] += 1
@@ -295,6 +287,20 @@ class Worker:
             log.warning("%s: attempt %d is not ours any more: %s", job.id, job.attempt, e)
         except RedisError as e:
             log.warning("%s: left to its lease, Redis refuses a command: %s", job.id, e)
+
+    async def _after(self, error: RedisError, running: Running) -> None:
+        """Give the job back if Redis was away; another attempt, charged, if Redis has refused a write of this job."""
+        job = running.job
+        if is_outage(error):
+            log.warning("%s: given back when Redis answers: %s", job.id, error)
+            await asyncio.sleep(OUTAGE_DELAY)
+            await retried(running, partial(self.queue.release, job))
+        elif isinstance(error, OutOfMemoryError):  # later there may be room
+            await retried(running, partial(self.queue.fail, job, f"Redis is out of memory: {error}", OOM_DELAY))
+        else:
+            log.warning("%s: attempt %d failed, Redis refuses a write: %s", job.id, job.attempt, error)
+            self.counters["failed"] += 1
+            await retried(running, partial(self.queue.fail, job, f"Redis refuses a write: {error}"))
 
     async def _beats(self, stage: Stage) -> None:
         """Heartbeats. Raises ConfigError if a server is of no use, or the pool has workers of other KV."""
@@ -361,11 +367,16 @@ class Worker:
 
 
 async def retried(running: Running, write: Callable[[], Awaitable[T]]) -> T:
-    """Do an idempotent write, again and again while Redis does not take it and the lease lasts. Raises LostLease."""
+    """Do an idempotent write, again and again while Redis is away and the lease lasts.
+
+    Raises LostLease, and RedisError if Redis refuses this write: it would refuse it again.
+    """
     while True:
         try:
             return await write()
         except RedisError as e:
+            if not is_outage(e):
+                raise
             log.warning("%s: Redis did not take a write, trying again: %s", running.job.id, e)
             await asyncio.sleep(RETRY_SECONDS)
             if running.lapsed:

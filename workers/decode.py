@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from pdq.config import DecodeSettings
-from pdq.connection import RedisError
+from pdq.connection import RedisError, is_outage
 from pdq.drafts import Drafter
 from pdq.engine.base import Segment
 from pdq.errors import PdqError, RequestFailed
@@ -292,25 +292,42 @@ class DecodeStage:
         return [s for s in _telling(self._batch) if s.silent_since <= late] + _telling(self._finished)
 
     async def _write(self, writes: list[tuple[Sequence, Event]]) -> None:
-        """Send events until Redis has them. On a retry they are the same: a token must not be cut into two events."""
+        """Send events until Redis has them or refuses them, each job by its own outcome.
+
+        Those that met an outage are sent again as they are: a token must not be cut into two events.
+        """
         queue = self._parts.worker.queue
         while writes := [(s, e) for s, e in writes if not s.outcome.done()]:
+            outcomes: list[str | RedisError]
             try:
-                verdicts = await queue.write([(s.running.job, event) for s, event in writes])
-            except RedisError:
+                outcomes = await queue.write([(s.running.job, event) for s, event in writes])
+            except RedisError as e:
+                outcomes = [e] * len(writes)
+            writes = [
+                (sequence, event)
+                for (sequence, event), outcome in zip(writes, outcomes, strict=True)
+                if not _settled(sequence, event, outcome)
+            ]
+            if writes:
                 await asyncio.sleep(RETRY_SECONDS)
-                for sequence, _ in writes:
-                    if sequence.running.lapsed:
-                        sequence.running.note("lost")
-                        sequence.end(sequence.running.error())
-                continue
-            for (sequence, event), verdict in zip(writes, verdicts, strict=True):
-                sequence.running.note(verdict)
-                if verdict in ("lost", "gap", "expired"):  # not written
-                    sequence.end(sequence.running.error())
-                elif event.terminal:
-                    sequence.end(None)
-            return
+
+
+def _settled(sequence: Sequence, event: Event, outcome: str | RedisError) -> bool:
+    """Take in what became of an event; False if it has to be sent again."""
+    running = sequence.running
+    if isinstance(outcome, RedisError):
+        if not is_outage(outcome):
+            sequence.end(outcome)  # it would be refused again: the attempt has failed
+        elif running.lapsed:
+            running.note("lost")
+            sequence.end(running.error())
+        return sequence.outcome.done()
+    running.note(outcome)
+    if outcome in ("lost", "gap", "expired"):  # not written
+        sequence.end(running.error())
+    elif event.terminal:
+        sequence.end(None)
+    return True
 
 
 def _telling(sequences: list[Sequence]) -> list[Sequence]:

@@ -290,7 +290,7 @@ class PrefillStage:
 
     async def _show(self, running: Running, event: Event) -> bool:
         """Make token 0 visible; True if it also ended the request."""
-        (verdict,) = await retried(running, lambda: self._parts.worker.queue.write([(running.job, event)]))
+        verdict = await retried(running, lambda: self._parts.worker.queue.write_one(running.job, event))
         running.note(verdict)
         running.check()
         return event.terminal

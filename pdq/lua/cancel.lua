@@ -8,7 +8,7 @@ if f[2] == 'done' and f[6] == 'cancelled' then return 'cancelled' end -- the rep
 if f[2] == 'done' then return 'done' end
 if f[2] == 'running' then
   redis.call('HSET', KEYS[1], 'cancel', 1)
-  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2])
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2]) -- a hint; the flag is the truth
   return 'running'
 end
 local stream = KEYS[#KEYS]
@@ -17,9 +17,9 @@ if f[1] == 'prefill' then
     if ARGV[i] == f[3] then stream = KEYS[i - 1] end
   end
 end
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[3], 'cancelled', ARGV[4])
 leave(stream, ARGV[1], f[4])
 if f[1] == 'decode' and f[5] and f[5] ~= '' then -- nobody will load it, and it may be on another Redis: workers drop it
-  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2], 'tail', f[5])
+  redis.pcall('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'id', ARGV[2], 'tail', f[5])
 end
-finish(KEYS[1], KEYS[2], KEYS[3], ARGV[3], 'cancelled', ARGV[4])
 return 'cancelled'

@@ -20,10 +20,10 @@ end
 local late = now() - ARGV[4] -- workers end what runs; this is for when there are none
 local why = overdue(f[8], f[9], f[3], late)
 if why then
-  leave(stream, ARGV[1], f[7])
   local event = ARGV[5]
   if why == 'queue_deadline' then event = ARGV[6] end
   finish(KEYS[1], KEYS[2], KEYS[3], event, why, ARGV[3])
+  leave(stream, ARGV[1], f[7])
   return {'done', 'done', f[3], f[4], why, 'ended'}
 end
 if #redis.call('XRANGE', stream, f[7], f[7]) == 0 then

@@ -54,8 +54,8 @@ local function claim(stream, entry, id, new)
   end
   if event then
     redis.call('HSET', req, 'owner', '') -- whoever still works on it has lost it
-    leave(stream, ARGV[2], entry)
     finish(req, out, KEYS[1], event, why, ARGV[7])
+    leave(stream, ARGV[2], entry)
     return {why}
   end
   redis.call('HSET', req, 'attempt', f[7] + 1, 'tries', f[6] + 1, 'owner', ARGV[3], 'claim', nonce, 'state', 'running',

@@ -10,14 +10,16 @@
 -- and of the pool's load hash:
 --   queued (cost of all requests in prefill), held (KV tokens of all that wait for decode)
 -- All times are the server's.
+-- Redis rolls nothing back when a script fails half way. So in every script the write that may be refused (XADD, XCLAIM)
+-- comes before the one that removes (XACK, XDEL, UNLINK), and the sums of the load hash come last: after a failure the
+-- request is where it was, or where it goes to, and a stream entry without a request is dropped by its claim.
 local function now()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
 -- At maxmemory a server refuses a script's first write if it may need memory, and runs the rest once anything has been
--- written. Running requests must be able to end, so their scripts begin with a write that frees memory, if only in name:
--- this one, or `leave`.
+-- written. Running requests must be able to end, so their scripts begin with a write that frees memory, if only in name.
 local function even_at_maxmemory(req)
   redis.call('HDEL', req, '-')
 end
@@ -64,15 +66,20 @@ local function take_held(req, load, held)
 end
 
 -- The terminal event. 1-0 is above every token position, so Redis itself refuses a second one and all later tokens.
+-- Only for a request that has not ended. So if `out` refuses the event, the stream is not this request's, and a reader
+-- would wait for ever or take the wrong end: the stream is replaced.
 local function finish(req, out, load, event, reason, ttl)
-  redis.call('HDEL', req, 'msg', 'handoff', 'tail')
   local f = redis.call('HMGET', req, 'stage', 'cost', 'held')
-  if f[1] == 'prefill' then less(load, 'queued', f[2] or 0) end
-  take_held(req, load, f[3])
+  if type(redis.pcall('XADD', out, '1-0', 'e', event)) == 'table' then -- an error
+    redis.call('UNLINK', out)
+    redis.call('XADD', out, '1-0', 'e', event)
+  end
   redis.call('HSET', req, 'stage', 'done', 'state', 'done', 'reason', reason, 't_end', now())
-  redis.pcall('XADD', out, '1-0', 'e', event)
+  redis.call('HDEL', req, 'msg', 'handoff', 'tail')
   redis.call('PEXPIRE', req, ttl)
   redis.call('PEXPIRE', out, ttl)
+  if f[1] == 'prefill' then less(load, 'queued', f[2] or 0) end
+  take_held(req, load, f[3])
 end
 
 local function dead_letter(dead, max, id, stage, tries, reason)
