@@ -233,7 +233,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself in its heartbeat. numerics: the numerics id of its engine, "" if it is an older one's."""
+    """What a worker says of itself in its heartbeat. numerics: its engine's numerics id; "" from an older pdq."""
 
     name: str
     stage: str

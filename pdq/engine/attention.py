@@ -123,7 +123,9 @@ class Step(Lengthless):
         self._singles = self._counts.count(1)
         self._chunks = [(slot.length, n) for slot, n in pieces[self._singles :]]
         self._pieces = pieces
-        self._batch = Batch([slot for slot, _ in pieces[: self._singles]]) if kernel_set.decode and self._singles else None
+        self._batch = (
+            Batch([slot for slot, _ in pieces[: self._singles]]) if kernel_set.decode and self._singles else None
+        )
         self._in_batch = 0 if self._batch is None else self._singles
         written = [slot.planes(slot.length, slot.length + n) for slot, n in pieces[self._in_batch :]]
         self._written = _by_plane(written)

@@ -25,9 +25,10 @@ class EngineSpec:
     fingerprint: 32 bytes, equal exactly if KV may be exchanged (weights, config, rope, quantisation, block layout).
     dtype: of the KV values, "bfloat16", "float16" or "float32". layout: text that names every layer's own shape, e.g.
     "30x3x64+64". token_bytes: KV bytes of one token, all layers. vocab_size: token ids are in [0, vocab_size).
-    eos_ids: tokens that end a completion. max_model_len: prompt + completion, in tokens. numerics: names the kernels, the
-    CPU's features, the dtype and the versions of what computes; two engines with the same one and the same fingerprint
-    give the same bits. It is not in the fingerprint: workers that differ in it alone may exchange KV.
+    eos_ids: tokens that end a completion. max_model_len: prompt + completion, in tokens.
+
+    numerics: the numerics id; it names the kernels, the CPU's features, the dtype and the versions of what computes. It
+    is not in the fingerprint: workers that differ in it alone may exchange KV.
     """
 
     fingerprint: bytes

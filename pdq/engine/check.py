@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from pdq.engine.forwards import fuses
 from pdq.engine.kv import LayerShape, Layout
 from pdq.engine.model import load_config, model_class
-from pdq.engine.forwards import fuses
 from pdq.engine.narrow import build, narrow_copy
 from pdq.engine.probe import CannotRun, check_class, compare, longest_stable, record, ropes
 from pdq.errors import ConfigError, ModelUnsupported

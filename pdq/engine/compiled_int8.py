@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pdq.engine import pointwise, team
 from pdq.engine.code import Code
-from pdq.engine.cpu import per_host
 from pdq.engine.compiled_product import CompiledProduct
+from pdq.engine.cpu import per_host
 from pdq.engine.gemm import BYTE_FIELDS, MOST_ROWS, byte_product
 from pdq.engine.pointwise import LEVELS_FIELDS, ZERO
 

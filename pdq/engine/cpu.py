@@ -22,9 +22,9 @@ _X86 = ("x86_64", "amd64")
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """arch: as Python names it, in lower case. name: LLVM's name of the model. features: LLVM's names, with their state.
+    """arch: as Python names it, in lower case. name: LLVM's name of the model.
 
-    LLVM knows no features on some architectures; then there are none here.
+    features: LLVM's names, with their state. LLVM knows none on some architectures; then there are none here.
     """
 
     arch: str
@@ -99,12 +99,13 @@ def _host() -> Cpu:
 def per_host(make: Callable[P, R]) -> Callable[P, R]:
     """A cache of what `make` compiles, for each CPU that `host` names."""
 
-    @cache
-    def made(cpu: Cpu, *args: P.args, **kwargs: P.kwargs) -> R:
-        return make(*args, **kwargs)
+    made: dict[tuple[object, ...], R] = {}
 
     @wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> R:
-        return made(host(), *args, **kwargs)
+        key = host(), *args, *kwargs.items()
+        if key not in made:
+            made[key] = make(*args, **kwargs)
+        return made[key]
 
     return found

@@ -19,8 +19,8 @@ from pdq.errors import ModelUnsupported
 
 Pieces: TypeAlias = Sequence[tuple[TorchSlot, int]]
 # Of pieces, (slot, new tokens), those of one token first, with their ids and positions, `[tokens]`: logits `[n, vocab]`
-# of the rows `keep` `[n]`. The KV of the new tokens is written from `slot.length` on, wherever their positions are in the
-# text; the lengths stay.
+# of the rows `keep` `[n]`. The KV of the new tokens is written from `slot.length` on, wherever their positions are; the
+# lengths stay.
 OverSlots: TypeAlias = Callable[[Pieces, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -52,7 +52,8 @@ def select_forward(model: PreTrainedModel, probed: Probed, may_compile: bool = T
     versions = f"{dtype} torch-{torch.__version__}"
     if model.device.type != "cpu":
         stock = StockForward(model, probed.layout.layers, probed.reads)
-        return Selected(stock, f"stock {torch.cuda.get_device_name() if model.is_cuda else model.device.type} {versions}")
+        device = torch.cuda.get_device_name(model.device) if model.is_cuda else model.device.type
+        return Selected(stock, f"stock {device} {versions}")
     kernels = kernel_selection.select(model.dtype, may_compile=may_compile)
     stock = StockForward(model, probed.layout.layers, probed.reads, kernels)
     ours = fused(model, probed, stock) if kernels.fusible else None
@@ -66,7 +67,7 @@ def fused(model: PreTrainedModel, probed: Probed, stock: OverSlots) -> FusedForw
     name, config = type(model).__name__, model.config
     if _full_name(type(model)) not in FUSED_CLASSES:
         return None
-    if reason := _narrow_difference(type(model), _Config(config)):
+    if reason := _narrow_difference(_Kind(type(model), config)):
         log.warning("%s is computed by its own code: in a narrow copy %s", name, reason)
         return None
     ours = _assembled(model, probed)
@@ -85,7 +86,7 @@ def fuses(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dty
     As far as a narrow copy tells; the load compares the model itself as well.
     """
     selectable = kernel_selection.select(dtype).fusible and _full_name(cls) in FUSED_CLASSES
-    return selectable and _narrow_difference(cls, _Config(config)) is None
+    return selectable and _narrow_difference(_Kind(cls, config)) is None
 
 
 def _assembled(model: PreTrainedModel, probed: Probed) -> FusedForward | str:
@@ -100,10 +101,11 @@ def _assembled(model: PreTrainedModel, probed: Probed) -> FusedForward | str:
 
 
 @lru_cache(maxsize=32)
-def _narrow_difference(cls: type[PreTrainedModel], config: _Config) -> str | None:
+@torch.inference_mode()
+def _narrow_difference(kind: _Kind) -> str | None:
     """Why the narrow copy of a config is not computed alike, in float32; None: it is."""
-    copy = narrow_copy(config.value, trust_remote_code=False)
-    if copy is None or type(copy.model) is not cls:
+    copy = narrow_copy(kind.config, trust_remote_code=False)
+    if copy is None or type(copy.model) is not kind.cls:
         return "cannot be made"
     model = copy.model
     linears = families(model, lambda: layout_of(model))
@@ -118,17 +120,18 @@ def _narrow_difference(cls: type[PreTrainedModel], config: _Config) -> str | Non
     return where and f"{where} is different"
 
 
-class _Config:
-    """A config as a key: equal where all that it says is."""
+class _Kind:
+    """A class and a config as a key: equal where all that the config says is."""
 
-    def __init__(self, value: PreTrainedConfig) -> None:
-        self.value, self._text = value, value.to_json_string(use_diff=False)
+    def __init__(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+        self.cls, self.config = cls, config
+        self._key = f"{_full_name(cls)} {config.to_json_string(use_diff=False)}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Config) and self._text == other._text
+        return isinstance(other, _Kind) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self._key)
 
 
 def _full_name(cls: type[PreTrainedModel]) -> str:

@@ -88,10 +88,8 @@ class _Text:
         self.rows = torch.arange(len(ids))
         self.positions = torch.cat([torch.arange(n) for n in (1, len(ids) - 1)]) + (start + _HISTORY)
         generator = torch.Generator().manual_seed(start)
-        self._history = [
-            [torch.randn((s.heads, _HISTORY, dim), generator=generator).to(layout.dtype) for dim in (s.key_dim, s.value_dim)]
-            for s in layout.layers
-        ]
+        sizes = [[(s.heads, _HISTORY, dim) for dim in (s.key_dim, s.value_dim)] for s in layout.layers]
+        self._history = [[torch.randn(size, generator=generator).to(layout.dtype) for size in pair] for pair in sizes]
 
     def pieces(self, layer: int | None = None) -> Pieces:
         """New slots of all layers, or of one."""

@@ -66,7 +66,7 @@ class KernelSet:
 
 
 def select(dtype: torch.dtype, *, may_compile: bool = True) -> KernelSet:
-    """For a model of `dtype` on the CPU of this machine. Compiles a little the first time, to see whether that works."""
+    """For a model of `dtype` on the CPU of this machine. Compiles a little the first time, to see that this works."""
     host = cpu.host()
     half = dtype is torch.bfloat16
     bmm = Bmm(chunks=True, singles=True) if half and (host.pair_products or host.matrix_unit) else Bmm()

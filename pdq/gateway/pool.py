@@ -32,8 +32,8 @@ Asked = asyncio.Task[list[WorkerInfo] | Unavailable]
 class Snapshot:
     """Live workers of one model. max_model_len: the smallest context among them, in tokens; None without workers.
 
-    others: names of further models that workers of this pool serve (a mistake in the setup). numerics: ids of the workers'
-    engines; more than one: the same request may give other tokens at near ties, depending on who computes it.
+    others: names of further models that workers of this pool serve (a mistake in the setup). numerics: the workers'
+    numerics ids; with more than one, near ties may end differently, depending on who computes a request.
     """
 
     prefill: int = 0

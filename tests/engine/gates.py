@@ -1,4 +1,4 @@
-"""Forces the gates of kernel selection: another CPU than this one, or a set of kernels that would not be chosen here."""
+"""Forces the gates of kernel selection: another CPU than this one, or kernels that would not be chosen here."""
 
 from __future__ import annotations
 

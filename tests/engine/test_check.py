@@ -77,10 +77,13 @@ def test_the_kv_layout_of_a_large_model_is_told_and_a_narrow_copy_compared(
 
 
 @pytest.mark.parametrize(
-    ("config", "fused"), [(LLAMA_405B | {"num_hidden_layers": 4}, True), (PHI3_128K, True), (GPT_OSS, False)],
+    ("config", "fused"),
+    [(LLAMA_405B | {"num_hidden_layers": 4}, True), (PHI3_128K, True), (GPT_OSS, False)],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_it_says_whether_the_forward_is_compiled_as_a_whole(tmp_path: Path, config: dict[str, Any], fused: bool) -> None:
+def test_it_says_whether_the_forward_is_compiled_as_a_whole(
+    tmp_path: Path, config: dict[str, Any], fused: bool
+) -> None:
     assert checked(tmp_path, config).fused == (fused and bool(COMPILED))
 
 

@@ -132,7 +132,7 @@ def test_the_load_check_finds_what_begins_beyond_the_original_context(
     caplog.set_level("INFO")
     monkeypatch.setattr(forwards, "FUSED_CLASSES", {MINISTRAL})
     if checked == "model":
-        monkeypatch.setattr(forwards, "_narrow_difference", lambda cls, config: None)
+        monkeypatch.setattr(forwards, "_narrow_difference", lambda kind: None)
     rope = SCALED_QUERIES["rope_parameters"] | {"original_max_position_embeddings": 64}
     model = changed("ministral3", lambda model: model.to(DTYPES[dtype]), rope_parameters=rope)
     assert not is_fused(engine(model, dtype=dtype))

@@ -52,9 +52,7 @@ def compiled(weight: Tensor, bias: Tensor | None, largest: Tensor | None = None,
 
 
 Make = Callable[..., Product]
-each_product = pytest.mark.parametrize(
-    "make", [by_onednn, *([compiled] if cpu.host().byte_products else [])]
-)
+each_product = pytest.mark.parametrize("make", [by_onednn, *([compiled] if cpu.host().byte_products else [])])
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -180,9 +178,7 @@ def test_all_linear_layers_but_the_head_are_in_8_bits(tmp_path: Path) -> None:
 
 @needs_int8
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_forward_compiled_as_a_whole_gives_what_the_stock_code_gives(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_a_forward_compiled_as_a_whole_gives_what_the_stock_code_gives(tmp_path: Path, dtype: str) -> None:
     ids = [(i * i * 7 + i * 3 + 363) % VOCAB for i in range(33)]
     model = load_model(save_tiny("qwen2", tmp_path), dtype=dtype, device="cpu", quantization="int8")
     it = engine(model, dtype=dtype)

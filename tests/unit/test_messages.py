@@ -66,7 +66,7 @@ EXAMPLES: list[Request | Handoff | Event | WorkerInfo] = [
         logprobs=(TokenLogprob(5, -0.5, b"a", (TopLogprob(7, 0.0, b"\xff"),)), TokenLogprob(6, -9.0, b"")),
     ),
     Event(0, (), "", finish_reason="error", error=ErrorInfo("queue_full", "no", "prompt")),
-    WorkerInfo("w", "decode", "m", b"\x01" * 32, 8192, "ready", 3, 16, (("steps", 12), ("tokens", 2**40)), "fused avx2"),
+    WorkerInfo("w", "decode", "m", b"\x01" * 32, 8192, "ready", 3, 16, (("steps", 12), ("tokens", 2**40)), "avx2"),
 ]
 KINDS = sorted({type(e) for e in EXAMPLES}, key=lambda cls: cls.__name__)
 
@@ -187,7 +187,7 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
 
 def test_a_nested_array_of_a_wrong_length_is_refused() -> None:
     array = raw(EXAMPLES[-1])
-    array[-1] = [["steps", 1, 2]]
+    array[-2] = [["steps", 1, 2]]
     assert "WorkerInfo.counters" in str(refused(WorkerInfo, msgpack.packb(array)))
 
 
