@@ -5,6 +5,7 @@ Imports are checked twice: from the source, function bodies included, and for `i
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -258,6 +259,16 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["version"] == pdq.__version__
+
+
+def test_readme_names_the_pythons_that_ci_asks_about() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = re.search(r"^Python 3\.(\d+) to 3\.(\d+)\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert said is not None
+    first, last = int(said[1]), int(said[2])
+    asked = [f"Programming Language :: Python :: 3.{minor}" for minor in range(first, last + 1)]
+    assert project["classifiers"] == asked
+    assert project["requires-python"] == f">=3.{first}"
 
 
 def test_redis_6_is_there_where_it_has_a_wheel() -> None:
