@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from tests.hygiene import leaks
-from tests.servers import KINDS, Server, binary
+from tests.servers import COMES_FROM, KINDS, Server, binary
 
 _USED = pytest.StashKey[list[Server]]()
 _PASSED = pytest.StashKey[bool]()
@@ -80,7 +80,7 @@ def _servers() -> Iterator[dict[str, Server]]:
 
 def _fresh(request: pytest.FixtureRequest, kind: str) -> Server:
     if kind != "fake" and binary(kind) is None:
-        pytest.skip(f"no server program for {kind}")
+        pytest.skip(f"no server program for {kind}: it comes from {COMES_FROM[kind]}")
     running: dict[str, Server] = request.getfixturevalue("_servers")
     if kind not in running or not running[kind].alive:  # a test that kills it may have failed halfway
         running[kind] = Server(kind)

