@@ -97,7 +97,7 @@ async def _work(
     compute = ThreadPoolExecutor(1, thread_name_prefix="pdq-engine")
     parts = Parts(engine, tokenizer, worker, KVTransfer(settings, engine), Slots(engine), compute, cores)
     log.info("%s: ready, model %s, context %d, pool %s", worker.name, served, spec.max_model_len, settings.pool)
-    with closing(cores):
+    with closing(cores), compute:  # whatever ends the worker, the engine outlives what runs in its thread
         await worker.run(build(settings, parts))
 
 
