@@ -20,6 +20,7 @@ from pdq.engine.base import Engine, Slot
 from pdq.kv_form import form
 from pdq.messages import Handoff, Request
 from pdq.store import BlockStore
+from pdq.tasks import finished
 
 T = TypeVar("T")
 Blocks = list[tuple[bytes, memoryview]]  # neighbours in a chain: hash, and value without its header
@@ -219,10 +220,5 @@ class KVTransfer:
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Do work on a slot in a thread. A cancel is raised after its end: whoever gives up closes the slot."""
-    done = asyncio.get_running_loop().run_in_executor(threads, work)
-    try:
-        return await asyncio.shield(done)
-    except asyncio.CancelledError:
-        await asyncio.wait([done])
-        raise
+    """Do work on a slot in a thread. Cancels are raised after its end: whoever gives up closes the slot."""
+    return await finished(asyncio.get_running_loop().run_in_executor(threads, work))

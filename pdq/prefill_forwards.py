@@ -21,6 +21,7 @@ from pdq.kv_transfer import Blocks, KVTransfer, Prefix, in_thread
 from pdq.lease import Running
 from pdq.messages import LANES, SamplingParams, Usage
 from pdq.prefill_schedule import Schedule, Work
+from pdq.tasks import settled
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Forwards:
         except asyncio.CancelledError:
             self._drop(turn)
             if turn.computing is not None:  # whoever gives up closes the slot
-                await asyncio.wait([turn.computing])
+                await settled(turn.computing)
             raise
 
     async def run(self) -> None:

@@ -99,7 +99,7 @@ async def _work(
     parts = Parts(engine, tokenizer, worker, KVTransfer(settings, engine), Slots(engine), compute, cores)
     log.info("%s: ready, model %s, context %d, pool %s", worker.name, served, spec.max_model_len, settings.pool)
     log.info("%s: computes by %s", worker.name, spec.numerics)
-    with closing(cores):
+    with closing(cores), compute:  # whatever ends the worker, the engine outlives what runs in its thread
         await worker.run(build(settings, parts))
 
 

@@ -135,18 +135,18 @@ class Worker:
         self._listen_to_signals()
         loops = (self._claims(stage), self._beats(stage), self._cancels(stage), self._draining.wait(), *stage.loops())
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(loop) for loop in loops]
-        with self.leases:
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                await self._drain(tasks[0])
-            finally:
-                tasks += self._jobs
-                await cancelled(tasks)
-                await asyncio.gather(*tasks, return_exceptions=True)
-        await self._close()
-        await stage.close()
+        try:
+            with self.leases:
+                try:
+                    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                    await self._drain(tasks[0])
+                finally:
+                    await self._end([*tasks, *self._jobs])
+            await self._close()
+        finally:
+            await stage.close()
 
     async def neighbours(self) -> list[WorkerInfo]:
         """The pool's live workers, this one included. Raises RedisError."""
@@ -183,6 +183,19 @@ class Worker:
             log.error("%s: a forward does not return; the process ends without it", self.name)
             await self._sign_off()
             os._exit(1)
+
+    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Cancel tasks and wait until they have ended. Those in a forward end after it: their slots are closed then.
+
+        A forward that does not return within `stall_seconds` hangs, and would keep the process for ever.
+        """
+        try:
+            async with asyncio.timeout(self.settings.stall_seconds):
+                await cancelled(tasks)
+        except TimeoutError:
+            log.exception("%s: a forward does not return; the process ends without it", self.name)
+            os._exit(1)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_back(self, job: Job) -> None:
         try:

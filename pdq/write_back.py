@@ -15,6 +15,7 @@ from pdq.engine.base import Slot
 from pdq.kv_transfer import KVTransfer, Prefix
 from pdq.messages import Request
 from pdq.slots import Slots
+from pdq.tasks import cancelled
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,7 @@ class WriteBack:
         self.counters["written_back_blocks"] += chain.stored - before
 
     async def close(self) -> None:
-        """Wait a moment for what is under way."""
+        """Wait a moment for what is under way, then cancel it; an export that runs is awaited, for it reads a slot."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=DRAIN_SECONDS)
-            for task in late:
-                task.cancel()
+            await cancelled(late)

@@ -17,6 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pdq.config import DecodeSettings
@@ -25,11 +26,13 @@ from pdq.drafts import Drafter
 from pdq.engine.base import Segment
 from pdq.errors import PdqError, RequestFailed
 from pdq.generation import Generation, max_new_tokens
+from pdq.kv_transfer import in_thread
 from pdq.lease import Running
 from pdq.messages import Event, Handoff, Request
 from pdq.program import Parts, run_program
 from pdq.queue import Job
 from pdq.sequence import REPLAY_CHUNK, Sequence
+from pdq.tasks import finished
 from pdq.worker import RETRY_SECONDS, retried
 from pdq.write_back import WriteBack
 
@@ -89,7 +92,7 @@ class DecodeStage:
             await sequence.outcome
         finally:
             if sequence.finish_reason is None:
-                await asyncio.shield(self._leave(sequence))
+                await finished(self._leave(sequence))
             elif sequence in self._finished:
                 self._finished.remove(sequence)  # the slot is the write-back's
         await self.ended(running.job)
@@ -243,8 +246,9 @@ class DecodeStage:
                 self._advance(sequence, segment, token)
 
     async def _forward(self, segments: list[Segment]) -> list[int | None]:
-        loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self._parts.compute, self._parts.forward, segments, BORROWING, LEAVING)
+        """A step that is cancelled holds `_stepping` until its forward returns: the slots are closed after it."""
+        forward = partial(self._parts.forward, segments, BORROWING, LEAVING)
+        tokens = await in_thread(self._parts.compute, forward)
         drafted, accepted = sum(s.drafts for s in segments), sum(len(s.further or ()) for s in segments)
         self._counters.update(
             steps=1, tokens=len(segments) + accepted, drafted_tokens=drafted, accepted_tokens=accepted

@@ -31,6 +31,7 @@ from pdq.prefill_schedule import Work, room_for, usual_after
 from pdq.program import Parts, run_program
 from pdq.queue import Job
 from pdq.short_path import ShortPath
+from pdq.tasks import settled
 from pdq.validate import check_sampling
 from pdq.worker import retried
 
@@ -157,9 +158,11 @@ class PrefillStage:
         finally:
             if prompt.storing is not None:
                 prompt.storing.cancel()
-            if prompt.exporting is not None:
-                await asyncio.wait([prompt.exporting])
-            parts.slots.close(slot)
+            try:
+                if prompt.exporting is not None:
+                    await settled(prompt.exporting)
+            finally:
+                parts.slots.close(slot)
 
     async def _deliver(self, prompt: Prompt, token: int | None, timings: Timings) -> None:
         """First token out, blocks stored, job handed on; meanwhile others compute."""
