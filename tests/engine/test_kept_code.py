@@ -99,3 +99,16 @@ def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(folder.iterdir())) == 3
     assert kept_code.read(kept_code.place("5")) == b"code"
     assert kept_code.read(kept_code.place("0")) is None
+
+
+def test_code_that_is_in_use_stays_whenever_it_was_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_code, "_MOST_FILES", 3)
+    first = kept_code.place("first")
+    kept_code.write(first, b"code")
+    os.utime(first, (0, 0))
+    assert kept_code.read(first) == b"code"
+    for i in range(1, 6):
+        path = kept_code.place(str(i))
+        kept_code.write(path, b"other")
+        os.utime(path, (i, i))
+    assert kept_code.read(first) == b"code"
