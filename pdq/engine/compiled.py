@@ -18,19 +18,23 @@ from pdq.engine import flash, team
 from pdq.engine.code import Code
 from pdq.engine.cpu import per_host
 from pdq.engine.flash import FIELDS, SPLIT, WRITE_FIELDS, Shape
-from pdq.engine.kv import LayerShape, TorchSlot
+from pdq.engine.kv import LayerShape, Layout, TorchSlot
 from pdq.engine.llvm import float_bits
+from pdq.engine.operands import require
 
 _Numbers = npt.NDArray[np.int64]
 _SERIAL_TOKENS = 512  # of all sequences and heads: with fewer, waking the other threads costs more than they save
 
 
 class Batch:
-    """Sequences with one new token each, at position `slot.length`; they stay as they are for one forward."""
+    """Sequences with one new token each, at position `slot.length`; they stay as they are for one forward.
+
+    Raises ValueError for slots without room for it or of several layouts, and the methods for tensors that do not fit.
+    """
 
     def __init__(self, slots: Sequence[TorchSlot]) -> None:
+        self._layout = _common_layout(slots)
         self._memory = [slot.memory for slot in slots]  # or a slot that is closed too early would be a crash
-        self._dtype = slots[0].dtype
         self._planes: _Numbers = np.stack([slot.addresses() for slot in slots], axis=1)
         self._capacities: _Numbers = np.array([slot.capacity for slot in slots], dtype=np.int64)
         self._ends: _Numbers = np.array([slot.length + 1 for slot in slots], dtype=np.int64)
@@ -42,15 +46,23 @@ class Batch:
 
     def write(self, index: int, key: Tensor, value: Tensor) -> None:
         """Put the new K and V of layer `index`, `[1, kv_heads, pieces, dim]` each, into the slots."""
+        stored, dtype, pieces = self._layer(index), self._layout.dtype, len(self._ends)
+        require("key", key, None, 1, stored.heads, pieces, stored.key_dim)
+        require("value", value, None, 1, stored.heads, pieces, stored.value_dim)
         for plane, rows in ((2 * index, key), (2 * index + 1, value)):
-            if rows.dtype is not self._dtype or rows.stride(3) != 1:
-                rows = rows.to(self._dtype).contiguous()
+            if rows.dtype is not dtype or rows.stride(3) != 1:
+                rows = rows.to(dtype).contiguous()
             size = rows.itemsize
             _, heads, _, dim = rows.shape
             _, from_head, from_piece, _ = rows.stride()
             where = {"source": rows.data_ptr(), "from_head": from_head * size, "from_piece": from_piece * size}
             to = {"planes": self._plane(plane), "heads": heads, "size": dim * size}
             team.run(_writer().address("write"), WRITE_FIELDS, {**where, **to, **self._pieces}, 1)
+
+    def _layer(self, index: int) -> LayerShape:
+        if not 0 <= index < len(self._layout.layers):
+            raise ValueError(f"layer: expected one of {len(self._layout.layers)}, given {index}")
+        return self._layout.layers[index]
 
     def _plane(self, plane: int) -> int:
         """Address of the addresses of a plane, one per piece."""
@@ -61,9 +73,15 @@ class Batch:
 
         What each sequence sees is its window of the layer, the new token included. scaling None: 1 / sqrt(dim).
         """
-        _, heads, pieces, dim = query.shape
+        stored, pieces, dim = self._layer(index), len(self._ends), layer.key_dim
+        if (layer.heads, dim, layer.value_dim) != (stored.heads, stored.key_dim, stored.value_dim):
+            raise ValueError(f"layer {index}: the slots hold {stored}, given {layer}")
+        require("query", query, None, 1, None, pieces, dim)
+        heads = query.shape[1]
+        if not heads or heads % layer.heads:
+            raise ValueError(f"query: expected heads for groups of {layer.heads}, given {heads}")
         shape = Shape(query.dtype, heads // layer.heads, layer.heads, dim, layer.value_dim)
-        if not shape.supported or query.dtype != self._dtype:
+        if not shape.supported or query.dtype != self._layout.dtype:
             return None
         if query.stride(3) != 1:
             query = query.contiguous()
@@ -87,6 +105,21 @@ class Batch:
         }
         team.run(attention(shape), FIELDS, values, threads)
         return out
+
+
+def _common_layout(slots: Sequence[TorchSlot]) -> Layout:
+    """That of all slots, on the CPU, each with room for a token more."""
+    if not slots:
+        raise ValueError("expected at least one slot, given none")
+    layout = slots[0].layout
+    for slot in slots:
+        if slot.layout != layout:
+            raise ValueError(f"a slot: expected one of {layout.text}, given one of {slot.layout.text}")
+        if not slot.memory[0].is_cpu:
+            raise ValueError(f"a slot: expected one on the CPU, given one on {slot.memory[0].device}")
+        if not 0 <= slot.length < slot.capacity:
+            raise ValueError(f"a slot of {slot.capacity} tokens holds {slot.length}: one more was given")
+    return layout
 
 
 class Plan:

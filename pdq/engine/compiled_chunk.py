@@ -22,6 +22,7 @@ from pdq.engine.cpu import per_host
 from pdq.engine.flash import Shape
 from pdq.engine.flash_chunk import FIELDS, MOST_VECTORS, NO_WINDOW, TILE
 from pdq.engine.llvm import LANES, float_bits
+from pdq.engine.operands import require
 
 _Table = npt.NDArray[np.int64]
 _MOST_DIM = 1024  # sums of an item's rows lie on a thread's stack
@@ -38,9 +39,9 @@ def chunk(
     key and value may begin at the first one that any sees. Tokens of a head follow each other in memory, and the heads
     of K are as many tokens apart as those of V; otherwise they are copied. scaling None: 1 / sqrt(dim). out: where the
     result is to be written, of the same dtype, any strides but 1 for the last. None: this kernel cannot do that shape.
+    Raises ValueError for tensors that do not go together.
     """
-    _, heads, n, dim = query.shape
-    _, kv_heads, visible, value_dim = value.shape
+    heads, n, dim, kv_heads, visible, value_dim = _sizes(query, key, value, window)
     shape = Shape(query.dtype, heads // kv_heads, kv_heads, dim, value_dim)
     if not supported(shape) or not query.dtype == key.dtype == value.dtype:
         return None
@@ -51,6 +52,9 @@ def chunk(
         key, value, capacity = key.contiguous(), value.contiguous(), visible
     if out is None:
         out = torch.empty((1, n, heads, value_dim), dtype=query.dtype)
+    require("out", out, query.dtype, 1, n, heads, value_dim)
+    if out.stride(3) != 1:
+        raise ValueError(f"out: expected numbers that follow each other, given strides {out.stride()}")
     size, (_, query_head, query_row, _), (_, out_row, out_head, _) = query.itemsize, query.stride(), out.stride()
     found = plan(shape, n, visible, window)
     values = {
@@ -68,6 +72,24 @@ def chunk(
     }
     team.run(attention(shape), FIELDS, values, 1 if found.serial else torch.get_num_threads())
     return out
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tuple[int, int, int, int, int, int]:
+    """heads, n, dim, kv_heads, visible, value_dim; checked."""
+    require("query", query, None, 1, None, None, None)
+    require("value", value, None, 1, None, None, None)
+    _, heads, n, dim = query.shape
+    _, kv_heads, visible, value_dim = value.shape
+    require("key", key, None, 1, kv_heads, visible, dim)
+    if not (kv_heads and heads and dim and value_dim) or heads % kv_heads:
+        raise ValueError(
+            f"query: expected heads for groups of {kv_heads}, given {heads} of {dim}, for V of {value_dim}"
+        )
+    if not 1 <= n <= visible:
+        raise ValueError(f"query: expected 1 to {visible} tokens, the last of those visible, given {n}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1, given {window}")
+    return heads, n, dim, kv_heads, visible, value_dim
 
 
 def supported(shape: Shape) -> bool:

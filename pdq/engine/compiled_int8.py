@@ -13,6 +13,7 @@ from pdq.engine.code import Code
 from pdq.engine.compiled_product import CompiledProduct
 from pdq.engine.cpu import per_host
 from pdq.engine.gemm import BYTE_FIELDS, MOST_ROWS, byte_product
+from pdq.engine.operands import require
 from pdq.engine.pointwise import LEVELS_FIELDS, ZERO
 
 
@@ -24,11 +25,16 @@ class CompiledInt8Product(CompiledProduct):
     """
 
     names = BYTE_FIELDS
+    _weights = (torch.int8,)
 
     def __init__(
         self, levels: Tensor, scales: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
+        if dtype not in CompiledProduct._weights:
+            raise ValueError(f"rows: expected torch.bfloat16 or torch.float32, given {dtype}")
         super().__init__(levels, bias)
+        require("scales", scales, None, self.outputs)
+        require("columns", columns, None, self.inputs)
         self.dtype = dtype
         self.row_bytes = self.steps * 4  # of a row of the input as bytes
         self._scales = scales.float().contiguous()

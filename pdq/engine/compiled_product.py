@@ -19,6 +19,7 @@ from pdq.engine import team
 from pdq.engine.code import Code
 from pdq.engine.cpu import per_host
 from pdq.engine.gemm import AHEAD, BLOCK, FIELDS, MOST_ROWS, product
+from pdq.engine.operands import require_linear, require_weight
 from pdq.engine.packed import Product, stacked
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -62,11 +63,18 @@ class Cut:
 
 
 class CompiledProduct:
-    """A `packed.Product`: weight `[out, in]`, bias `[out]` or None, of one dtype, bfloat16 (`in` even) or float32."""
+    """A `packed.Product`: weight `[out, in]`, bias `[out]` or None, of one dtype, bfloat16 (`in` even) or float32.
+
+    Raises ValueError for others, and for rows of another width or dtype than the weight's.
+    """
 
     names: Sequence[str] = FIELDS  # of a call
+    _weights: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        require_weight(weight, bias, self._weights)
+        if weight.dtype is torch.bfloat16 and weight.shape[1] % 2:
+            raise ValueError(f"weight: expected an even number of inputs in bfloat16, given {weight.shape[1]}")
         self.dtype = weight.dtype
         self.outputs, self.inputs = weight.shape
         self._weight = blocked(weight)
@@ -85,6 +93,7 @@ class CompiledProduct:
         return _code(self.dtype).address(f"product{height}")
 
     def __call__(self, x: Tensor) -> Tensor:
+        require_linear(x, self.dtype, self.inputs)
         rows = x.reshape(-1, self.inputs).contiguous()
         out = x.new_empty((*x.shape[:-1], self.outputs))
         if len(rows):

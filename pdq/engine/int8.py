@@ -23,6 +23,7 @@ from pdq.engine import cpu
 from pdq.engine.compiled_int8 import CompiledInt8Product
 from pdq.engine.compiled_product import DTYPES
 from pdq.engine.kernel_selection import KernelSet, maker
+from pdq.engine.operands import require, require_linear, require_weight
 from pdq.engine.packed import Product, stacked
 from pdq.engine.pointwise import LEVELS, ZERO
 from pdq.engine.probe import stock_logits
@@ -53,10 +54,14 @@ class Quantized:
 class Int8Product:
     """The product by oneDNN, with bias `[out]` or None, of rows of any floating dtype, which the result has as well.
 
-    A row that is not numbers gives a row that is not numbers.
+    A row that is not numbers gives a row that is not numbers. Raises ValueError for rows of another width than the
+    weight's.
     """
 
     def __init__(self, quantized: Quantized, bias: Tensor | None) -> None:
+        require_weight(quantized.levels, bias, (torch.int8,))
+        require("scales", quantized.scales, torch.float32, quantized.levels.shape[0])
+        require("columns", quantized.columns, torch.float32, quantized.levels.shape[1])
         self._width = len(quantized.levels)
         self._weight = torch.ops.onednn.qlinear_prepack(quantized.levels, None)
         self._columns = quantized.columns
@@ -65,6 +70,7 @@ class Int8Product:
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
+        require_linear(x, None, len(self._columns))
         rows = x.reshape(-1, x.shape[-1]) * self._columns
         if not len(rows):
             return x.new_empty((*x.shape[:-1], self._width))

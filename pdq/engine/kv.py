@@ -65,35 +65,51 @@ class Layout:
         return [(len(list(same)), heads, dim) for (heads, dim), same in groupby(planes)]
 
 
+class _Planes:
+    """The memory of a slot and of its copies: None once it is released."""
+
+    __slots__ = ("groups",)
+
+    def __init__(self, groups: list[torch.Tensor]) -> None:
+        self.groups: list[torch.Tensor] | None = groups
+
+
 class TorchSlot:
     """KV memory of one sequence, contiguous per plane. KV of tokens [0, length) is present.
 
     The memory is not touched before it is used: what a short answer leaves free of its capacity costs nothing.
     """
 
-    __slots__ = ("_capacity", "_groups", "_layout", "_zeroed", "length")
+    __slots__ = ("_capacity", "_layout", "_planes", "_zeroed", "length")
 
     def __init__(self, layout: Layout, capacity: int, device: torch.device) -> None:
         self.length = 0
         self._capacity = capacity
         self._layout = layout
         self._zeroed = 0  # tokens before this one hold numbers, whether KV or not
-        self._groups: list[torch.Tensor] | None = [
+        self._planes = _Planes([
             _memory((planes, 1, heads, capacity, dim), layout.dtype, device)
             for planes, heads, dim in layout.plane_groups
-        ]
+        ])  # fmt: skip
 
     @property
     def capacity(self) -> int:
         return self._capacity
 
     @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._layout.dtype
 
     def release(self) -> bool:
-        """Let the memory go. False if it was gone already."""
-        was_open, self._groups = self._groups is not None, None
+        """Let the memory go; False if it was gone already. From then on slot and copies hand out no address.
+
+        A forward that holds `memory` keeps it for as long.
+        """
+        was_open, self._planes.groups = self._planes.groups is not None, None
         return was_open
 
     def planes(self, start: int, stop: int) -> list[torch.Tensor]:
@@ -102,7 +118,7 @@ class TorchSlot:
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """Whoever holds this can use `addresses`, even if the slot is closed."""
+        """Take this before `addresses`: they are good as long as it is held, even if the slot is closed meanwhile."""
         return tuple(self._open_groups())
 
     def addresses(self) -> npt.NDArray[np.int64]:
@@ -127,7 +143,7 @@ class TorchSlot:
 
     def ahead(self, count: int) -> TorchSlot:
         """The same memory as it will be with `count` more tokens in it; for the length of one forward."""
-        later = copy(self)
+        later = copy(self)  # which shares `_planes`: a release is one of both
         later.length += count
         return later
 
@@ -159,9 +175,10 @@ class TorchSlot:
         self.length = stop
 
     def _open_groups(self) -> list[torch.Tensor]:
-        if self._groups is None:
+        groups = self._planes.groups  # read once: another thread may release it
+        if groups is None:
             raise ValueError("the slot is closed")
-        return self._groups
+        return groups
 
     def _check_range(self, start: int, stop: int, limit: int) -> None:
         if not 0 <= start <= stop <= limit:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pdq.engine.operands import require_linear, require_weight
+
 Product = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 Maker = Callable[[Sequence[nn.Linear]], Product | None]  # one product of layers with the same input; None: keep them
 
@@ -23,11 +25,15 @@ class Bfloat16Product:
     """weight `[out, in]`, bias `[out]` or None, both bfloat16; results differ from the stock layer's by rounding."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        require_weight(weight, bias, (torch.bfloat16,))
+        self._inputs = weight.shape[1]
         self._bias = bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self._width = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Raises ValueError for rows of another width or dtype than the weight's."""
+        require_linear(x, torch.bfloat16, self._inputs)
         if x.numel() == 0:
             return x.new_empty((*x.shape[:-1], self._width))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")

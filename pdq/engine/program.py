@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from pdq.engine import team
 from pdq.engine.code import Code
@@ -18,28 +19,42 @@ from pdq.engine.cpu import per_host
 from pdq.engine.llvm import Function
 
 Numbers = npt.NDArray[np.int64]
-Value = int | Numbers | Sequence[int]  # the same for all layers, or one for each
+Value = int | Tensor | Numbers | Sequence[int]  # the same for all layers, or one for each
 
 _FIELDS = ("next", "calls", "count", "barrier")
 _EVERY = slice(None)
 
 
 class Jobs:
-    """The jobs of one function, one for each layer: `fields` by name. The first of them is 0 when it is run."""
+    """The jobs of one function, one for each layer: `fields` by name. The first of them is 0 when it is run.
+
+    A tensor stands for its address. What a job points into lives as long as the jobs and their copies do, whoever else
+    lets go of it: native code frees and holds nothing.
+    """
 
     def __init__(self, fields: Sequence[str], layers: int) -> None:
         self._places = {name: i for i, name in enumerate(fields)}
         self._numbers: Numbers = np.zeros((layers, len(fields)), dtype=np.int64)
+        self._kept: list[object] = []
 
     def set(self, where: int | slice | Numbers = _EVERY, **values: Value) -> None:
         """where: in which layers."""
         for name, value in values.items():
-            self._numbers[where, self._places[name]] = value
+            if isinstance(value, Tensor):
+                self._kept.append(value)
+                self._numbers[where, self._places[name]] = value.data_ptr()
+            else:
+                self._numbers[where, self._places[name]] = value
+
+    def keep(self, *owners: object) -> Jobs:
+        """These own memory whose addresses are given as numbers."""
+        self._kept += owners
+        return self
 
     def filled(self, **values: Value) -> Jobs:
         """A copy with more of its fields set."""
         other = object.__new__(Jobs)
-        other._places, other._numbers = self._places, self._numbers.copy()
+        other._places, other._numbers, other._kept = self._places, self._numbers.copy(), [*self._kept]
         other.set(_EVERY, **values)
         return other
 
@@ -54,11 +69,10 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """functions: addresses, one for each of the jobs. keeps: what must live as long, since the jobs point into it."""
+    """functions: addresses, one for each of the jobs."""
 
-    functions: Value
+    functions: int | Numbers
     jobs: Jobs
-    keeps: object = None
 
 
 def run(stages: Sequence[Sequence[Call]], threads: int) -> None:
