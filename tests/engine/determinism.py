@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pdq import prefix
 from pdq.blocks import HEADER_BYTES, BlockCodec
-from pdq.engine import compiled, compiled_chunk
+from pdq.engine import cpu
 from pdq.engine.base import EngineSpec, Segment, Slot
 from pdq.engine.choice import choose
 from pdq.engine.model import load_model
@@ -52,7 +52,7 @@ Rows = list[Tensor]  # of each text, float32 `[COUNT, vocab]`
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a worker loads a model. compile: auto; off; or always, whether or not that is faster here."""
+    """How a worker loads a model. compile: auto; off; or always, with a matrix unit too."""
 
     folder: Path
     dtype: str
@@ -62,8 +62,8 @@ class Setup:
     def engine(self) -> TorchEngine:
         with ExitStack() as patches:
             if self.compile == "always":
-                for kernel in (compiled, compiled_chunk):
-                    patches.enter_context(patch.object(kernel, "trial", lambda dtype: True))
+                host = cpu.host().without("amx")
+                patches.enter_context(patch.object(cpu, "host", lambda: host))
             may = self.compile != "off"
             return TorchEngine(
                 load_model(
