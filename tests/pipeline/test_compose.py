@@ -104,7 +104,11 @@ def services() -> Iterator[Services]:
     try:
         for service in ("valkey", "gateway", "prefill", "decode"):
             running.up(service)
-        until(lambda: running.get("/ready") == (200, {"status": "ready", "prefill": 1, "decode": 2}))
+        until(
+            lambda: (
+                running.get("/ready") == (200, {"status": "ready", "prefill": 1, "decode": 2, "numerics": ["scripted"]})
+            )
+        )
         yield running
     finally:
         running.down()
