@@ -27,7 +27,7 @@ KERNELS = [
     *([replace(CHOSEN, prefill=False, bmm=Bmm(chunks=True, singles=True))] if cpu.host().pair_products else []),
     CHOSEN,
 ]
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(400)]  # float32 of a long prompt takes long without AVX-512
 
 
 @pytest.fixture(scope="module")
