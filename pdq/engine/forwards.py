@@ -40,7 +40,7 @@ FUSED_CLASSES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """forward: what computes. numerics: the numerics id, within which results are the same to the bit."""
+    """forward: what computes. numerics: the numerics id; two forwards of one id do the same in the same order."""
 
     forward: OverSlots
     numerics: str

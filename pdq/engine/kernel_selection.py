@@ -36,8 +36,6 @@ from pdq.engine.products import Bmm
 
 log = logging.getLogger(__name__)
 
-_DTYPES = (torch.bfloat16, torch.float32)
-
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
@@ -71,7 +69,7 @@ def select(dtype: torch.dtype, *, may_compile: bool = True) -> KernelSet:
     half = dtype is torch.bfloat16
     bmm = Bmm(chunks=True, singles=True) if half and (host.pair_products or host.matrix_unit) else Bmm()
     packed: Literal["onednn", "torch"] = "onednn" if half and can_pack() else "torch"
-    if not (may_compile and dtype in _DTYPES and host.avx2 and _compiles(dtype)):
+    if not (may_compile and dtype in compiled_product.DTYPES and host.avx2 and _compiles(dtype)):
         return KernelSet(linear=packed, bmm=bmm)
     if host.matrix_unit:
         return KernelSet(decode=True, linear=packed, bmm=bmm)

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdq import prefix
@@ -287,7 +288,8 @@ class Ladder:
             place = Path(folder) / "rows"
             first = [rows[:1] for rows in self._reference]
             pool.submit(_decode, self._setup, list(self._texts), self._stored, first, place).result()
-            return self._against(torch.load(place))
+            found = load_file(place)
+            return self._against([found[str(i)] for i in range(len(found))])
 
     def resumed_after_a_kill(self) -> Difference:
         found = Difference()
@@ -326,11 +328,11 @@ RUNGS = (
 def _decode(
     setup: Setup, texts: Sequence[Text], stored: Sequence[Sequence[bytes]], first: Sequence[Tensor], place: Path
 ) -> None:
-    """The decode worker: answers from their second token on. Writes the rows to the file `place`."""
+    """The decode worker: answers from their second token on. Writes the rows, by the text's number, to `place`."""
     engine = setup.engine()
     run = Run(engine, texts)
     run.load(Wire(engine.spec), stored, first)
-    torch.save(run.finish(), place)
+    save_file({str(i): rows.contiguous() for i, rows in enumerate(run.finish())}, place)
 
 
 def prose_texts(folder: Path) -> list[Text]:

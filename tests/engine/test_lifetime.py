@@ -32,7 +32,7 @@ PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14, 15])
 SLOT_TOKENS = 128
 
 
-def fused_engine(monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
+def fused_engine() -> TorchEngine:
     """Of a model that is compiled as a whole."""
     it = engine(compiled_model("llama compiled"))
     assert isinstance(it._forward, FusedForward)
@@ -62,7 +62,7 @@ def segments(it: TorchEngine) -> list[Segment]:
 
 
 def test_slots_that_are_closed_during_a_compiled_forward_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_engine(monkeypatch)
+    it = fused_engine()
     right = it.logits(segments(it))
     running = segments(it)
     slots = [s.slot for s in running if isinstance(s.slot, TorchSlot)]
@@ -86,7 +86,7 @@ def test_slots_that_are_closed_during_a_compiled_forward_keep_their_memory(monke
 
 
 def test_rows_of_drafts_keep_the_memory_of_a_slot_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_engine(monkeypatch)
+    it = fused_engine()
     slot = it.open(SLOT_TOKENS)
     assert isinstance(slot, TorchSlot)
     it.forward([Segment(slot, PROMPTS[0])])
@@ -103,7 +103,7 @@ def test_rows_of_drafts_keep_the_memory_of_a_slot_that_is_closed(monkeypatch: py
 
 
 def test_an_engine_that_is_dropped_during_a_compiled_forward_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_engine(monkeypatch)
+    it = fused_engine()
     right = it.logits(segments(it))
     running = segments(it)
     assert isinstance(it._forward, FusedForward)
@@ -178,7 +178,7 @@ def test_a_released_slot_hands_out_no_address_and_neither_does_a_copy_of_it() ->
 
 
 def test_a_forward_over_a_closed_slot_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_engine(monkeypatch)
+    it = fused_engine()
     slot = it.open(SLOT_TOKENS)
     it.close(slot)
     calls = during_the_native_call(monkeypatch, lambda: None)
@@ -188,7 +188,7 @@ def test_a_forward_over_a_closed_slot_is_refused_before_anything_is_computed(mon
 
 
 def test_memory_between_functions_that_is_made_halfway_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = fused_engine(monkeypatch)
+    it = fused_engine()
     forward = it._forward
     assert isinstance(forward, FusedForward)
     names, rows = set(forward._memory), 10 * fused._GROWTH
